@@ -278,12 +278,12 @@ class Policy(_Section):
             seen.add(key.id)
             digests.add(key.hash)
         urls: dict[str, str] = {}
-        for name, backend in self.backends.items():
-            if backend.url in urls:
+        for name, server in self.backends.items():
+            if server.url in urls:
                 raise ValueError(
-                    f"backends.{name} has the url of backends.{urls[backend.url]}: one server would be counted as two"
+                    f"backends.{name} has the url of backends.{urls[server.url]}: one server would be counted as two"
                 )
-            urls[backend.url] = name
+            urls[server.url] = name
         return self
 
 
@@ -326,7 +326,8 @@ def parse(text: str, *, base: Path, name: str = "policy") -> Policy:
     except ValidationError as error:
         lines = [f"{'.'.join(str(p) for p in e['loc']) or 'policy'}: {e['msg']}" for e in error.errors(include_url=False)]
         raise PolicyError(f"{name}: " + "; ".join(lines)) from error
-    return _resolve(policy, base)
+    resolved: Policy = _resolve(policy, base)
+    return resolved
 
 
 def load(path: Path) -> Policy:
