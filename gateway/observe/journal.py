@@ -1,0 +1,154 @@
+"""The journal: one JSON line a request, and the last refusals for whoever asks at three in the morning.
+
+Owns the line's fields, the buffer and the writing thread. Promises: `write` never waits for the sink; the buffer is bounded
+and what does not fit is dropped and counted; a line never holds a prompt, an answer or a key; a sink that fails is
+opened again later. Talks to a file descriptor, from its own thread alone.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from gateway.errors import Outcome
+from gateway.observe.exchange import Exchange
+from gateway.observe.sink import FileSink, Sink
+
+MAX_LINES = 20_000
+RECENT = 500
+_FLUSH_S = 0.1
+_TEXT_LIMIT = 300
+
+
+class Journal:
+    """`path` is a file, "-" for standard output, or None to keep only the recent refusals in memory."""
+
+    def __init__(self, path: str | None, *, max_lines: int = MAX_LINES, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self._max_lines = max_lines
+        self._lines: deque[bytes] = deque()
+        self._recent: deque[bytes] = deque(maxlen=RECENT)
+        self._wake = threading.Event()
+        self._closing = False
+        self._sink: Sink | None = None if path is None else FileSink(path)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        if self._sink is not None:
+            self._thread = threading.Thread(target=self._run, args=(self._sink,), name="journal", daemon=True)
+            self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Lines lost since the start, because the buffer was full or the sink failed."""
+        return self._dropped + (self._sink.lost if self._sink is not None else 0)
+
+    def write(self, exchange: Exchange) -> None:
+        """Take one ended request. Never blocks; the line reaches the sink within about 100 ms."""
+        line = _encode(_row(exchange, self._wall()))
+        if exchange.outcome is not Outcome.SERVED:
+            self._recent.append(line)
+        if self._sink is None:
+            return
+        if len(self._lines) >= self._max_lines:
+            self._dropped += 1
+            return
+        self._lines.append(line)
+
+    def recent(self, limit: int = 50, *, reason: str | None = None, tenant: str | None = None) -> list[dict[str, Any]]:
+        """The latest requests that were not served, newest first, filtered by reason or tenant."""
+        rows: list[dict[str, Any]] = []
+        for line in reversed(self._recent):
+            row = orjson.loads(line)
+            if reason in (None, row["reason"]) and tenant in (None, row["tenant"]):
+                rows.append(row)
+            if len(rows) >= limit:
+                break
+        return rows
+
+    def reopen(self) -> None:
+        """Open the file by its name again before the next line (after logrotate moved it)."""
+        if self._sink is not None:
+            self._sink.reopen()
+            self._wake.set()
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Write out what is buffered; False when the sink did not take it in time (the process may end all the same)."""
+        self._closing = True
+        self._wake.set()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, sink: Sink) -> None:
+        while True:
+            self._wake.wait(_FLUSH_S)
+            self._wake.clear()
+            closing = self._closing  # read before the buffer: a line written before close() is never left behind
+            self._flush(sink)
+            if closing:
+                sink.close()
+                return
+
+    def _flush(self, sink: Sink) -> None:
+        while self._lines:
+            batch = [self._lines.popleft() for _ in range(min(len(self._lines), 500))]
+            sink.write(batch)
+
+
+def _row(x: Exchange, wall: float) -> dict[str, Any]:
+    """A line's fields. Durations in milliseconds, null where the moment never came."""
+    ended = x.received_at if x.ended_at is None else x.ended_at
+    shape, dispatched = x.shape, x.dispatched_at
+    return {
+        "time": dt.datetime.fromtimestamp(wall - (ended - x.received_at), dt.UTC),
+        "request_id": x.request_id,
+        "client_request_id": x.client_request_id,
+        "key": x.key_id,
+        "tenant": x.tenant,
+        "class": x.priority_class,
+        "route": x.route,
+        "model": x.model,
+        "backend": x.backend,
+        "record": x.record,
+        "outcome": x.outcome,
+        "reason": x.reason,
+        "status": x.status,
+        "message": x.message if x.message is None else x.message[:_TEXT_LIMIT],
+        "stream": x.stream,
+        "task": None if shape is None else shape.task,
+        "features": None if shape is None or not shape.features else sorted(shape.features),
+        "asked_input": None if shape is None else shape.input_tokens,
+        "asked_output": None if shape is None else shape.output_tokens,
+        "sequences": None if shape is None else shape.sequences,
+        "input_tokens": x.input_tokens,
+        "output_tokens": x.output_tokens,
+        "usage_estimated": x.usage_estimated,
+        "queue_ms": round(x.queue_s * 1e3, 3),
+        "ttft_ms": None if dispatched is None or x.first_at is None else round((x.first_at - dispatched) * 1e3, 3),
+        "backend_ms": None if dispatched is None else round(((x.last_at or ended) - dispatched) * 1e3, 3),
+        "e2e_ms": round((ended - x.received_at) * 1e3, 3),
+        "attempts": x.attempts,
+        "events": x.events,
+        "bytes": x.response_bytes,
+        "peer": x.peer,
+        "composition": x.composition,
+    }
+
+
+def _encode(row: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
+    except orjson.JSONEncodeError:  # a lone surrogate: text that came from outside and is no Unicode
+        clean = {key: _readable(value) if isinstance(value, str) else value for key, value in row.items()}
+        return orjson.dumps(clean, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
+
+
+def _readable(value: str) -> str:
+    return str(value).encode("utf-8", "replace").decode()
