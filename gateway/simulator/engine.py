@@ -57,13 +57,19 @@ class Engine:
         self._count()
         return sequence.seq_id
 
-    def abort(self, seq_id: int) -> bool:
-        """Drop a sequence and free its blocks at once; False when it is not there (late news)."""
+    def abort(self, seq_id: int, stopped: bool = False) -> bool:
+        """Drop a sequence and free its blocks at once; False when it is not there (late news).
+
+        `stopped`: it ended well, at a stop string that only its text shows.
+        """
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             return False
         self._remove(sequence)
-        self.stats.aborted += 1
+        if stopped:
+            self.stats.finished += 1
+        else:
+            self.stats.aborted += 1
         return True
 
     def pause(self, seq_id: int, paused: bool = True) -> None:

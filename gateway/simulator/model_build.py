@@ -42,12 +42,14 @@ _ONSETS = (
 )
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou", "oo")
 _CODAS = ("", "", "n", "r", "s", "t", "l", "nd", "ck", "sh", "m", "p")
-_COMMON = (
-    "the of and to in is that for it with as was on be at by this have from or one had not but what all were when we there can an "
-    "your which their said if do will each about how up out them then she many some so these would other into has more her two like "
-    "him see time could no make than first been its who now people my made over did down only way find use may water long little very "
-    "after words called just where most know ship load line deep cargo port sea wind wave draft hull crew captain freight measure limit"
-).split()
+_COMMON_TEXT = (
+    "the of and to in is that for it with as was on be at by this have from or one had not but what all were when "
+    "we there can an your which their said if do will each about how up out them then she many some so these would "
+    "other into has more her two like him see time could no make than first been its who now people my made over "
+    "did down only way find use may water long little very after words called just where most know ship load line "
+    "deep cargo port sea wind wave draft hull crew captain freight measure limit "
+)
+_COMMON = tuple(_COMMON_TEXT.split())
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\nTools:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif -%}"
     "{%- for message in messages %}<|im_start|>{{ message['role'] }}\n"

@@ -1,0 +1,5 @@
+"""`python -m gateway.simulator`."""
+
+from gateway.simulator.command import app
+
+app()
