@@ -105,9 +105,11 @@ class Journal:
 def _row(x: Exchange, wall: float) -> dict[str, Any]:
     """A line's fields. Durations in milliseconds, null where the moment never came."""
     ended = x.received_at if x.ended_at is None else x.ended_at
+    total = ended - x.received_at
     shape, dispatched = x.shape, x.dispatched_at
+    task, features, asked_input, asked_output, sequences = (None,) * 5 if shape is None else shape
     return {
-        "time": dt.datetime.fromtimestamp(wall - (ended - x.received_at), dt.UTC),
+        "time": dt.datetime.fromtimestamp(wall - total, dt.UTC),
         "request_id": x.request_id,
         "client_request_id": x.client_request_id,
         "key": x.key_id,
@@ -122,18 +124,18 @@ def _row(x: Exchange, wall: float) -> dict[str, Any]:
         "status": x.status,
         "message": x.message if x.message is None else x.message[:_TEXT_LIMIT],
         "stream": x.stream,
-        "task": None if shape is None else shape.task,
-        "features": None if shape is None or not shape.features else sorted(shape.features),
-        "asked_input": None if shape is None else shape.input_tokens,
-        "asked_output": None if shape is None else shape.output_tokens,
-        "sequences": None if shape is None else shape.sequences,
+        "task": task,
+        "features": sorted(features) if features else None,
+        "asked_input": asked_input,
+        "asked_output": asked_output,
+        "sequences": sequences,
         "input_tokens": x.input_tokens,
         "output_tokens": x.output_tokens,
         "usage_estimated": x.usage_estimated,
-        "queue_ms": round(x.queue_s * 1e3, 3),
-        "ttft_ms": None if dispatched is None or x.first_at is None else round((x.first_at - dispatched) * 1e3, 3),
-        "backend_ms": None if dispatched is None else round(((x.last_at or ended) - dispatched) * 1e3, 3),
-        "e2e_ms": round((ended - x.received_at) * 1e3, 3),
+        "queue_ms": int(x.queue_s * 1e6) / 1e3,
+        "ttft_ms": None if dispatched is None or x.first_at is None else int((x.first_at - dispatched) * 1e6) / 1e3,
+        "backend_ms": None if dispatched is None else int(((x.last_at or ended) - dispatched) * 1e6) / 1e3,
+        "e2e_ms": int(total * 1e6) / 1e3,
         "attempts": x.attempts,
         "events": x.events,
         "bytes": x.response_bytes,
