@@ -13,6 +13,7 @@ cut it: none, nfc, nfkc (byte level, with that normaliser), sentencepiece (prepe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -40,7 +41,7 @@ harbour captain sea salt fresh summer winter tropical certificate gauge limit we
 weather wind tide river cable anchor rope sail deck hull keel mast bridge compass chart voyage port starboard bow stern
 function return value error string list object class import define result number input output start stop reason length
 system user assistant tool content message prompt stream answer question example json schema required properties type
-""".split()
+""".split()  # noqa: SIM905  (a list literal would fill three hundred lines)
 
 FRAGMENTS = [
     '{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "celsius"}}',
@@ -58,7 +59,7 @@ FRAGMENTS = [
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- if tools %}"
-    "{{- '<|role|>system\\nYou may call these tools. Answer with <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>.\\n' }}"
+    '{{- \'<|role|>system\\nYou may call these tools. Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.\\n\' }}'
     "{%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}"
     "{{- '<|end|>\\n' }}"
     "{%- endif %}"
@@ -95,7 +96,7 @@ SENTENCEPIECE = Specials("<s>", "</s>", ("<unk>", "<|role|>", "<|end|>"))
 
 def corpus(seed: int = 7) -> str:
     """Sentences drawn from WORDS and FRAGMENTS. Only `random()` is used: its sequence is the same in every Python."""
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311  (text to train on, no secret)
     lines: list[str] = []
     for index in range(SENTENCES):
         words = [WORDS[int(draw.random() * len(WORDS))] for _ in range(4 + int(draw.random() * 12))]
@@ -121,7 +122,7 @@ def train(words: Counter[tuple[str, ...]], merges: int) -> list[tuple[str, str]]
     pairs: Counter[tuple[str, str]] = Counter()
     where: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for index, word in enumerate(symbols):
-        for pair in zip(word, word[1:], strict=False):
+        for pair in itertools.pairwise(word):
             pairs[pair] += counts[index]
             where[pair].add(index)
     learned: list[tuple[str, str]] = []
@@ -145,14 +146,14 @@ def _join(
     where: defaultdict[tuple[str, str], set[int]],
 ) -> None:
     """Replace `best` by its joined symbol in one word, and keep the pair counts right."""
-    for pair in zip(word, word[1:], strict=False):
+    for pair in itertools.pairwise(word):
         pairs[pair] -= count
     place = 0
     while place < len(word) - 1:
         if (word[place], word[place + 1]) == best:
             word[place : place + 2] = ["".join(best)]
         place += 1
-    for pair in zip(word, word[1:], strict=False):
+    for pair in itertools.pairwise(word):
         pairs[pair] += count
         where[pair].add(index)
 

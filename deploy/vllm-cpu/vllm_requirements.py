@@ -23,8 +23,12 @@ def requirements(wheel: str) -> list[str]:
             raise KeyError(f"{wheel}: expected one METADATA, found {len(names)}")
         metadata = Parser().parsestr(archive.read(names[0]).decode())
     parsed = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    wanted = [req for req in parsed if req.name.lower() not in SKIP and (req.marker is None or req.marker.evaluate({"extra": ""}))]
+    wanted = [req for req in parsed if req.name.lower() not in SKIP and _applies(req)]
     return [str(req).split(";")[0].strip() for req in wanted]
+
+
+def _applies(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 if __name__ == "__main__":

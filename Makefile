@@ -1,0 +1,62 @@
+# Everything starts from here; `make help` lists it. Nothing needs to be installed by hand on a Debian machine.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# Debian's own Python is built with all optimisations; take it when it is new enough, else the one on the PATH.
+PYTHON ?= $(shell for p in /usr/bin/python3 python3; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { command -v $$p; break; }; done)
+PY := .venv/bin/python
+
+.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload soak constraints clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
+
+setup: .venv/.stamp ## the environment in .venv
+
+.venv/.stamp: pyproject.toml constraints.txt
+	@deploy/python-venv.sh "$(PYTHON)" .venv
+	$(PY) -m pip --disable-pip-version-check install --quiet -e '.[dev,otel]' -c constraints.txt
+	@touch $@
+
+demo: setup ## qualify a simulated server, serve it, and watch each decision
+	$(PY) deploy/demo/run.py
+
+demo-vllm: setup ## the same on a real vLLM (CPU; 3.4 GB are built once)
+	deploy/vllm-cpu/setup.sh
+	$(PY) deploy/demo/run.py --backend vllm
+
+test: lint ## lint, types, layers, and every test that needs no vLLM
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest
+	@$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
+
+lint: setup ## ruff, mypy --strict and import-linter
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports --no-timings
+
+test-live: setup ## the tests against a real vLLM (CPU; 3.4 GB are built once)
+	deploy/vllm-cpu/setup.sh
+	$(PY) -m pytest -m live tests/live
+
+bench: setup ## the gateway beside the bare upstream: a table, and JSON
+	$(PY) tests/bench/run.py
+
+bench-overload: setup ## goodput at 0.5 to 4 times the qualified capacity
+	$(PY) tests/bench/overload.py
+
+soak: setup ## ten minutes of load; memory must stay flat
+	$(PY) -m pytest -m slow tests
+
+constraints: setup ## write the versions that are installed now to constraints.txt
+	@$(PY) -m pip --disable-pip-version-check freeze --exclude-editable | LC_ALL=C sort -f >constraints.txt.new
+	@! grep -n ' @ \|://' constraints.txt.new
+	@mv constraints.txt.new constraints.txt && touch .venv/.stamp
+
+clean: ## remove what these targets made in the tree (the cached vLLM stays)
+	rm -rf .venv .demo .coverage .coverage.* htmlcov build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

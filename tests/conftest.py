@@ -1,0 +1,28 @@
+"""Fixtures that every area may use.
+
+`service` finds a program that a test needs (redis-server, promtool, chromium). Where it is missing the test is skipped
+and says so; with PLIMSOLL_REQUIRE_SERVICES=1 (as .ci/run sets) it fails instead, so that nothing is skipped unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def service() -> Callable[[str], str]:
+    """`service("redis-server")` -> the path of the program."""
+
+    def find(program: str) -> str:
+        path = shutil.which(program)
+        if path is None and os.environ.get("PLIMSOLL_REQUIRE_SERVICES") == "1":
+            pytest.fail(f"{program} is not installed, and PLIMSOLL_REQUIRE_SERVICES asks for it")
+        if path is None:
+            pytest.skip(f"{program} is not installed")
+        return path
+
+    return find
