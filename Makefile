@@ -38,7 +38,7 @@ lint: setup ## ruff, mypy --strict and import-linter
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	.venv/bin/lint-imports --no-timings
+	.venv/bin/lint-imports
 
 test-live: setup ## the tests against a real vLLM (CPU; 3.4 GB are built once)
 	deploy/vllm-cpu/setup.sh
