@@ -71,6 +71,23 @@ class RecordError(PlimsollError):
     """The bytes are not a usable record; the message names the field and what is wrong with it."""
 
 
+def instant(text: str) -> dt.datetime:
+    """An `Instant` as an aware datetime in UTC."""
+    return dt.datetime.fromisoformat(text.removesuffix("Z") + "+00:00")
+
+
+def _checked_instant(value: str | None) -> str | None:
+    if value is not None:
+        instant(value)
+    return value
+
+
+def _not_falling(values: Iterable[str | None], what: str) -> None:
+    numbers = [Decimal(value) for value in values if value is not None]
+    if numbers != sorted(numbers):
+        raise ValueError(f"{what} fall: {', '.join(map(str, numbers))}")
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -306,24 +323,7 @@ def validate(value: object) -> Record:
         raise RecordError("; ".join(lines[:20])) from error
 
 
-def instant(text: str) -> dt.datetime:
-    """An `Instant` as an aware datetime in UTC."""
-    return dt.datetime.fromisoformat(text.removesuffix("Z") + "+00:00")
-
-
 def decimal_text(value: float | Decimal, places: int = 3) -> DecimalText:
     """A non-negative number as the record writes it: fixed point, at most `places` digits after it, no trailing zeros."""
     text = format(round(Decimal(str(value)), places), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _checked_instant(value: str | None) -> str | None:
-    if value is not None:
-        instant(value)
-    return value
-
-
-def _not_falling(values: Iterable[str | None], what: str) -> None:
-    numbers = [Decimal(value) for value in values if value is not None]
-    if numbers != sorted(numbers):
-        raise ValueError(f"{what} fall: {', '.join(map(str, numbers))}")
