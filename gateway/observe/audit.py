@@ -49,7 +49,9 @@ class AuditLog:
 
     async def record(self, entry: Entry, wall: float) -> None:
         """Write one entry (`wall`: Unix seconds). Raises AuditError when it cannot be kept."""
-        row = {"time": dt.datetime.fromtimestamp(wall, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")}
+        row: dict[str, Any] = {
+            "time": dt.datetime.fromtimestamp(wall, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        }
         row |= {"who": entry.who, "what": entry.what, "result": entry.result}
         row |= {"before": entry.before, "after": entry.after, "peer": entry.peer}
         line = orjson.dumps(row, default=str, option=orjson.OPT_APPEND_NEWLINE)
@@ -67,13 +69,9 @@ class AuditLog:
 
 def _append(path: Path, line: bytes) -> None:
     try:
-        with path.open("ab", opener=_private) as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise AuditError(f"the audit log {path} cannot be written: {error}") from error
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
