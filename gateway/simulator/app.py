@@ -16,12 +16,16 @@ from starlette.routing import Route
 
 from gateway.evidence.attest import GENERATION_PATHS, IdentityMiddleware
 from gateway.simulator import identity, ops
+from gateway.simulator.audio import transcribe
 from gateway.simulator.chat import DONE, chat, data
 from gateway.simulator.completions import completions
 from gateway.simulator.driver import ClientGoneError, EngineBusyError, EngineDeadError
 from gateway.simulator.errors import ApiError
 from gateway.simulator.exchange import CONNECTION_KEY, Exchange, Receive, Scope, Send
 from gateway.simulator.faults import FaultError, FaultKind, parse_fault
+from gateway.simulator.messages import count_tokens, messages
+from gateway.simulator.pooling import embeddings, rerank, score
+from gateway.simulator.responses import responses
 from gateway.simulator.simulation import SeenRequest, Simulation
 
 Handler = Callable[[Simulation, Exchange], Awaitable[None]]
@@ -32,6 +36,14 @@ _WIRE_FIRST = (FaultKind.RESET, FaultKind.FIN, FaultKind.STALL, FaultKind.STREAM
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", responses),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/v1/score", score),
+    ("POST", "/v1/rerank", rerank),
+    ("POST", "/v1/audio/transcriptions", transcribe),
+    ("POST", "/v1/audio/translations", transcribe),
     ("GET", "/v1/models", ops.models),
     ("POST", "/tokenize", ops.tokenize),
     ("POST", "/detokenize", ops.detokenize),

@@ -16,7 +16,7 @@ import typer
 import uvloop
 
 from gateway.simulator.config import ConfigError, SimulatorConfig
-from gateway.simulator.faults import FaultError, FaultKind, parse_fault
+from gateway.simulator.faults import Fault, FaultError, FaultKind, parse_fault
 from gateway.simulator.server import SimulatorServer
 
 app = typer.Typer(add_completion=False, help="A deterministic stand-in for a vLLM 0.32 server. It needs no model and no GPU.")
@@ -88,7 +88,7 @@ def simulate(
         faults = [parse_fault(text) for text in fault or ()]
     except (ConfigError, FaultError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    sys.exit(uvloop.run(_serve(config, host, port, [str(text) for text in fault or ()] if faults else [])))
+    sys.exit(uvloop.run(_serve(config, host, port, faults)))
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
@@ -99,15 +99,15 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
     return (key,) if key else ()
 
 
-async def _serve(config: SimulatorConfig, host: str, port: int, faults: list[str]) -> int:
+async def _serve(config: SimulatorConfig, host: str, port: int, faults: list[Fault]) -> int:
     """Run until a signal (0) or a crash fault (1)."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     async with SimulatorServer(config, port, host) as server:
-        for text in faults:
-            await server.set_fault(text)
+        for fault in faults:
+            await server.set_fault(fault)
         print(json.dumps({"url": server.url}), flush=True)
         waits = [asyncio.ensure_future(stopped.wait()), asyncio.ensure_future(server.crashed.wait())]
         _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -4,7 +4,8 @@ Owns `SimulatorConfig` and `CostModel`. Both are frozen and checked when they ar
 never finish a request (a context longer than its cache) does not start. Talks to nobody.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -77,3 +78,26 @@ class SimulatorConfig:
     def kv_cache_tokens(self) -> int:
         """Tokens the KV cache holds."""
         return self.block_size * self.num_blocks
+
+
+def typed_changes(config: SimulatorConfig, changes: dict[str, str]) -> dict[str, Any]:
+    """Read the settings of a restart by the type that they have now. Raises ConfigError."""
+    known = {field.name for field in fields(config)} - {"cost", "api_keys", "served_model_names"}
+    read: dict[str, Any] = {}
+    for name, text in changes.items():
+        if name not in known:
+            raise ConfigError(f"not a setting: {name}")
+        now = getattr(config, name)
+        try:
+            match now:
+                case bool():
+                    read[name] = text.lower() in ("1", "true", "yes")
+                case int():
+                    read[name] = int(text)
+                case float():
+                    read[name] = float(text)
+                case _:
+                    read[name] = text
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return read

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import orjson
 
+from gateway.simulator.config import ConfigError, typed_changes
 from gateway.simulator.errors import ApiError
 from gateway.simulator.exchange import Exchange
 from gateway.simulator.faults import SERVER_KINDS, Fault, FaultError, fault_from, parse_fault
@@ -42,11 +43,12 @@ def control_routes(server: Controlled) -> tuple[tuple[str, str, Handler], ...]:
     async def put(simulation: Simulation, exchange: Exchange) -> None:
         try:
             fault = _read(exchange.body)
+            typed_changes(simulation.config, dict(fault.changes))
             if fault.kind in SERVER_KINDS:
                 server.set_fault_soon(fault)
             else:
                 await server.set_fault(fault)
-        except FaultError as error:
+        except (FaultError, ConfigError) as error:
             raise ApiError(400, str(error)) from error
         await exchange.json(200, {"fault": fault.kind})
 

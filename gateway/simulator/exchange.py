@@ -119,6 +119,7 @@ class Exchange:
         if status == 200 and self.fault is not None and self.fault.after is not None and self.fault.kind in _WIRE:
             await self.write(raw[: len(raw) // 2])
             await self.break_off()
+            raw = raw[len(raw) // 2 :]
         await self._send({"type": "http.response.body", "body": raw})
 
     async def start_stream(self) -> None:

@@ -6,74 +6,27 @@ leaves nothing running. Talks to uvicorn's protocol class and to the application
 """
 
 import asyncio
-import contextlib
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.simulator.app import build_app
-from gateway.simulator.config import SimulatorConfig
+from gateway.simulator.config import SimulatorConfig, typed_changes
+from gateway.simulator.connection import SimulatorConnection
 from gateway.simulator.control import control_routes
 from gateway.simulator.engine import Engine
-from gateway.simulator.exchange import CONNECTION_KEY
-from gateway.simulator.faults import SERVER_KINDS, Fault, FaultBoard, FaultError, FaultKind, parse_fault
+from gateway.simulator.faults import SERVER_KINDS, Fault, FaultBoard, FaultKind, parse_fault
 from gateway.simulator.sequence import EngineStats
 from gateway.simulator.simulation import SeenRequest, Simulation, new_simulation
 from gateway.simulator.tokens import TokenModel
 
 _KEEP_ALIVE_S = 5
-_LINGER_ZERO = struct.pack("ii", 1, 0)
-
-
-class SimulatorConnection(HttpToolsProtocol):
-    """uvicorn's connection, with a way to break it and to hear that the peer has gone."""
-
-    number = 0
-    _lost_callback: Callable[[], None] | None = None
-
-    def on_message_begin(self) -> None:
-        """Make this connection known to the handlers."""
-        super().on_message_begin()
-        self.scope["extensions"] = {CONNECTION_KEY: self}  # type: ignore[dict-item]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the handler in progress."""
-        super().connection_lost(exc)
-        callback, self._lost_callback = self._lost_callback, None
-        if callback is not None:
-            callback()
-
-    def on_lost(self, callback: Callable[[], None] | None) -> None:
-        """Whom to tell when the peer has gone; at once when it already has."""
-        self._lost_callback = callback
-        if callback is not None and self.transport.is_closing():
-            callback()
-
-    def reset(self) -> None:
-        """Close with RST."""
-        handle = self.transport.get_extra_info("socket")
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
-        self._give_up()
-        self.transport.abort()
-
-    def finish(self) -> None:
-        """Send what is buffered, then FIN, whatever the response still owes."""
-        self._give_up()
-        self.transport.close()
-
-    def _give_up(self) -> None:
-        if self.cycle is not None:
-            self.cycle.disconnected = True
 
 
 class SimulatorServer:
@@ -151,8 +104,11 @@ class SimulatorServer:
 
     async def stop(self) -> None:
         """Close everything at once."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         await self._go_down()
 
     async def restart(self, down_s: float = 0.0, **changes: Any) -> None:
@@ -270,26 +226,3 @@ class SimulatorServer:
         pending = [task for task in self._state.tasks if task is not asyncio.current_task()]
         if pending:
             await asyncio.wait(pending, timeout=5.0)
-
-
-def typed_changes(config: SimulatorConfig, changes: dict[str, str]) -> dict[str, Any]:
-    """Read the settings of a restart by the type that they have now. Raises FaultError."""
-    known = {field.name for field in fields(config)} - {"cost", "api_keys", "served_model_names"}
-    read: dict[str, Any] = {}
-    for name, text in changes.items():
-        if name not in known:
-            raise FaultError(f"not a setting: {name}")
-        now = getattr(config, name)
-        try:
-            match now:
-                case bool():
-                    read[name] = text.lower() in ("1", "true", "yes")
-                case int():
-                    read[name] = int(text)
-                case float():
-                    read[name] = float(text)
-                case _:
-                    read[name] = text
-        except ValueError as error:
-            raise FaultError(f"{name}: {error}") from error
-    return read

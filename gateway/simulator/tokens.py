@@ -39,7 +39,8 @@ class TokenModel:
     def _is_word(self, token: int, piece: str) -> bool:
         """A lower-case word with its space, that tokenizes back to itself wherever it stands."""
         word = piece[1:]
-        return piece.startswith(" ") and 1 < len(word) < 8 and word.isascii() and word.isalpha() and self.encode(piece) == (token,)
+        plain = piece.startswith(" ") and word.isascii() and word.isalpha()
+        return plain and 1 < len(word) < 8 and self.encode(piece) == (token,)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`, special tokens in it recognised."""
