@@ -1,0 +1,163 @@
+"""`plimsoll identity`, `evaluate`, `lab` and `records …`: evidence on the command line. Nothing here decides; it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gateway import policy as policies
+from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, secret, table
+from gateway.evidence import identity_client
+from gateway.evidence.checklist import exit_checklist
+from gateway.evidence.identity import IdentityError, ObservedIdentity
+from gateway.evidence.record import Record, RecordError, load
+from gateway.evidence.states import Verdict
+from gateway.evidence.target import Target, TargetSlice
+from gateway.evidence.verdict import evaluate as judge
+from gateway.forward.endpoint import Endpoint
+from gateway.forward.watch import http_client
+
+Backend = Annotated[str, typer.Option("--backend", help="URL of the vLLM server, for example http://127.0.0.1:8000.")]
+
+
+def identity(
+    backend: Backend,
+    api_key_env: KeyEnv = "VLLM_API_KEY",
+    api_key_file: KeyFile = None,
+    probed: Annotated[bool, typer.Option(help="Ask the stock endpoints only, as for a server without the middleware.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a backend's effective configuration and the hash that names it."""
+    seen = asyncio.run(
+        _observe(policies.Backend(url=backend, identity="probed" if probed else "attested"), secret(api_key_env, api_key_file))
+    )
+    if as_json:
+        emit_json(asdict(seen))
+    else:
+        _print_identity(backend, seen)
+    if seen.identity.missing:
+        raise typer.Exit(NEGATIVE)
+
+
+def _print_identity(backend: str, seen: ObservedIdentity) -> None:
+    out = console()
+    rows: list[tuple[str, Any]] = [("source", seen.source), *((n, getattr(seen.identity, n) or "unknown") for n in _FIELDS)]
+    rows += [("KV cache, tokens", seen.kv_cache_tokens), ("engine start", seen.engine_start_id), ("started at", seen.started_at)]
+    rows += [("requests of others in flight", seen.foreign_in_flight)]
+    out.print(table(f"Identity of {backend}", ("field", "value"), rows))
+    leaves = [(f"{group}.{name}", value) for group, fields in seen.document.items() for name, value in _items(fields)]
+    out.print(table("Effective configuration (what the hash covers)", ("field", "value"), leaves))
+    if seen.unknown:
+        out.print(f"[yellow]unknown:[/] {', '.join(seen.unknown)}")
+
+
+_FIELDS = ("model_revision", "vllm_version", "server_configuration_hash", "hardware_profile")
+
+
+def _items(fields: Any) -> list[tuple[str, Any]]:
+    return list(fields.items()) if isinstance(fields, dict) else [("", fields)]
+
+
+async def _observe(backend: policies.Backend, key: str | None) -> ObservedIdentity:
+    client, base = http_client(backend.url, Endpoint.from_policy(backend), "plimsoll-cli")
+    async with client:
+        if isinstance(backend.identity, policies.DeclaredIdentity):
+            return await identity_client.fetch_declared(client, base, key, backend.identity)
+        ask = identity_client.fetch_attested if backend.identity == "attested" else identity_client.fetch_probed
+        return await ask(client, base, key)
+
+
+def evaluate(
+    record: Annotated[Path, typer.Argument(help="The record's file.")],
+    policy: Annotated[Path, typer.Option(help="The policy whose model and backend are meant.")],
+    model: Annotated[str | None, typer.Option(help="A model of the policy; may be left out when there is one.")] = None,
+    backend: Annotated[str | None, typer.Option(help="A backend of that model; may be left out when there is one.")] = None,
+    input_: Annotated[int | None, typer.Option("--input", min=1, help="Target input, tokens per sequence.")] = None,
+    output: Annotated[int | None, typer.Option("--output", min=0, help="Target output, tokens per sequence.")] = None,
+    concurrency: Annotated[int | None, typer.Option("--concurrency", min=1, help="Target sequences at once.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge a record for a running backend and a target: eight fields, then the exit checklist. Exit 1 on DEFER."""
+    evidence = read_record(record)
+    rules = policies.load(policy)
+    model_name, chosen = _choose(rules, model, backend)
+    target = Target.from_policy(rules.models[model_name].target)
+    asked = (input_, output, concurrency)
+    if any(part is not None for part in asked):
+        if any(part is None for part in asked):
+            raise CommandError("--input, --output and --concurrency go together: a target slice has all three")
+        target = replace(target, slice=TargetSlice(input_ or 1, output or 0, concurrency or 1))
+    seen, problem = _observed(rules.backends[chosen])
+    verdict = judge(evidence, seen, target, dt.datetime.now(dt.UTC))
+    if as_json:
+        emit_json({**verdict.fields, "details": verdict.details, "triggers": verdict.triggers, "backend_problem": problem})
+    else:
+        print_verdict(evidence, verdict, f"{record.name} for {model_name} on {chosen}", problem)
+    if verdict.fields["final_decision"] == "DEFER":
+        raise typer.Exit(NEGATIVE)
+
+
+def _observed(backend: policies.Backend) -> tuple[ObservedIdentity | None, str | None]:
+    try:
+        return asyncio.run(_observe(backend, backend_key(backend))), None
+    except IdentityError as error:
+        return None, str(error)
+
+
+def backend_key(backend: policies.Backend) -> str | None:
+    """The key the gateway shows to this backend, from the file or variable its policy names."""
+    if backend.api_key_file is None and backend.api_key_env is None:
+        return None
+    found = secret(backend.api_key_env or "", backend.api_key_file)
+    if found is None:
+        raise CommandError(
+            f"the key of {backend.url} is expected in the environment variable {backend.api_key_env}, which is empty"
+        )
+    return found
+
+
+def _choose(rules: policies.Policy, model: str | None, backend: str | None) -> tuple[str, str]:
+    if model is None and len(rules.models) != 1:
+        raise CommandError(f"--model is needed: the policy has {', '.join(rules.models)}")
+    name = model or next(iter(rules.models))
+    if name not in rules.models:
+        raise CommandError(f"no model {name!r} in the policy; it has {', '.join(rules.models)}")
+    names = rules.models[name].backends
+    if backend is None and len(names) != 1:
+        raise CommandError(f"--backend is needed: {name} has {', '.join(names)}")
+    chosen = backend or names[0]
+    if chosen not in names:
+        raise CommandError(f"model {name!r} has no backend {chosen!r}; it has {', '.join(names)}")
+    return name, chosen
+
+
+_COLOURS = {"PASS": "bold green", "CONDITIONAL": "bold yellow", "DEFER": "bold red"}
+
+
+def print_verdict(record: Record, verdict: Verdict, what: str, problem: str | None) -> None:
+    """The eight fields, what led to them, and the exit checklist."""
+    out = console()
+    rows = [
+        (name, f"[{_COLOURS.get(value, 'none')}]{value}[/]" if value in _COLOURS else value)
+        for name, value in verdict.fields.items()
+    ]
+    out.print(table(f"Verdict: {what}", ("field", "value"), rows))
+    for line in (*([problem] if problem else []), *verdict.details):
+        out.print(f"  - {line}", markup=False)
+    if verdict.triggers:
+        out.print(f"  retest triggers: {', '.join(verdict.triggers)}", markup=False)
+    checklist = [(row.question, row.answer, "yes" if row.answered else "NO") for row in exit_checklist(record, verdict)]
+    out.print(table("Exit checklist", ("question", "answer", "answered"), checklist))
+
+
+def read_record(path: Path) -> Record:
+    """A record from its file. Raises CommandError naming the file."""
+    try:
+        return load(path.read_bytes())
+    except (OSError, RecordError) as error:
+        raise CommandError(f"{path}: {error}") from error
