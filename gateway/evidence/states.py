@@ -48,7 +48,7 @@ class Retest(StrEnum):
 
 
 class Decision(StrEnum):
-    PASS = "PASS"  # noqa: S105 - a decision, not a secret
+    PASS = "PASS"
     CONDITIONAL = "CONDITIONAL"
     DEFER = "DEFER"
 

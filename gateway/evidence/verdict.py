@@ -87,7 +87,7 @@ def evaluate(record: Record, observed: ObservedIdentity | None, target: Target, 
     states = (provenance, measurement, slice_state, service)
     boundary = Boundary.RECORDED if _has_note(record) else Boundary.MISSING
     decision, reason = _decide(*states, boundary=boundary, declared=is_declared)
-    retest = Retest.REQUIRED if _RETEST & {*states} else Retest.NOT_REQUIRED
+    retest = Retest.REQUIRED if not _RETEST.isdisjoint(states) else Retest.NOT_REQUIRED
     if is_declared and provenance is Provenance.COMPLETE:
         details = (*details, "the identity is declared by the operator, not attested by the server")
     if boundary is Boundary.MISSING:
@@ -194,8 +194,9 @@ def _decide(
     declared: bool,
 ) -> tuple[Decision, ReasonClass]:
     for state in (provenance, measurement, slice_state, service):
-        if state in _DEFERS:
-            return Decision.DEFER, _DEFERS[state]
+        reason = _DEFERS.get((type(state), state))
+        if reason is not None:
+            return Decision.DEFER, reason
     if declared:
         return Decision.CONDITIONAL, ReasonClass.IDENTITY_DECLARED
     if boundary is Boundary.MISSING:
@@ -232,19 +233,17 @@ def _triggers(changes: tuple[FieldChange, ...], states: Iterable[StrEnum]) -> tu
     return tuple(sorted(pulled))
 
 
-_DEFERS: dict[StrEnum, ReasonClass] = {
-    Provenance.INCOMPLETE: ReasonClass.PROVENANCE_INCOMPLETE,
-    Provenance.MISMATCH: ReasonClass.IDENTITY_CHANGED,
-    Measurement.INCOMPLETE: ReasonClass.MEASUREMENT_INCOMPLETE,
-    Measurement.WARMUP_UNKNOWN: ReasonClass.WARMUP_UNKNOWN,
-    Measurement.EXPIRED: ReasonClass.EVIDENCE_EXPIRED,
-    SliceState.OUTSIDE: ReasonClass.OUT_OF_SLICE,
-    Service.MISSED: ReasonClass.SLO_MISSED,
+# Keyed by type too: members of two StrEnums with the same text (INCOMPLETE) are equal to each other.
+_DEFERS: dict[tuple[type[StrEnum], StrEnum], ReasonClass] = {
+    (type(state), state): reason
+    for state, reason in (
+        (Provenance.INCOMPLETE, ReasonClass.PROVENANCE_INCOMPLETE),
+        (Provenance.MISMATCH, ReasonClass.IDENTITY_CHANGED),
+        (Measurement.INCOMPLETE, ReasonClass.MEASUREMENT_INCOMPLETE),
+        (Measurement.WARMUP_UNKNOWN, ReasonClass.WARMUP_UNKNOWN),
+        (Measurement.EXPIRED, ReasonClass.EVIDENCE_EXPIRED),
+        (SliceState.OUTSIDE, ReasonClass.OUT_OF_SLICE),
+        (Service.MISSED, ReasonClass.SLO_MISSED),
+    )
 }
-_RETEST: set[StrEnum] = {
-    Provenance.MISMATCH,
-    Measurement.EXPIRED,
-    Measurement.WARMUP_UNKNOWN,
-    SliceState.OUTSIDE,
-    Service.MISSED,
-}
+_RETEST = frozenset({Provenance.MISMATCH, Measurement.EXPIRED, Measurement.WARMUP_UNKNOWN, SliceState.OUTSIDE, Service.MISSED})
