@@ -15,6 +15,7 @@ from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyF
 from gateway.evidence import identity_client
 from gateway.evidence.checklist import exit_checklist
 from gateway.evidence.identity import IdentityError, ObservedIdentity
+from gateway.evidence.lab import run_lab
 from gateway.evidence.record import Record, RecordError, load
 from gateway.evidence.states import Verdict
 from gateway.evidence.target import Target, TargetSlice
@@ -161,3 +162,29 @@ def read_record(path: Path) -> Record:
         return load(path.read_bytes())
     except (OSError, RecordError) as error:
         raise CommandError(f"{path}: {error}") from error
+
+
+def lab(
+    directory: Annotated[Path | None, typer.Option(help="Fixtures to run instead of the built-in ones.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the eight fixtures: small records whose verdict is known. Exit 1 when one disagrees."""
+    rows = run_lab(directory)
+    if as_json:
+        emit_json([{"name": r.name, "agrees": r.agrees, **r.verdict.fields, "explanation": r.explanation} for r in rows])
+    else:
+        short = [
+            (
+                r.name,
+                r.verdict.final_decision,
+                r.verdict.reason_class,
+                r.verdict.retest_state,
+                "yes" if r.agrees else "NO",
+                r.explanation,
+            )
+            for r in rows
+        ]
+        columns = ("fixture", "decision", "reason", "retest", "as expected", "what it teaches")
+        console().print(table("Lab: eight records with a known verdict", columns, short))
+    if not all(row.agrees for row in rows):
+        raise typer.Exit(NEGATIVE)
