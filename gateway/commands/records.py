@@ -47,9 +47,12 @@ def list_records(store: Store = STORE, as_json: AsJson = False) -> None:
         )
     else:
         rows = [
-            (i[:16], r.identity.model_revision, r.identity.vllm_version, _slices(r), r.protocol.started_at, r.valid_until, len(report.signatures.get(i, ())))
+            (
+                *(i[:16], r.identity.model_revision, r.identity.vllm_version, _slices(r)),
+                *(r.protocol.started_at, r.valid_until, len(report.signatures.get(i, ()))),
+            )
             for i, r in report.records.items()
-        ]  # fmt: skip
+        ]
         columns = (
             "id",
             "model revision",
@@ -95,12 +98,13 @@ def show(record: File, store: Store = STORE, as_json: AsJson = False) -> None:
     out.print(table(f"Record {record_id(found)[:16]} ({path.name})", ("field", "value"), _head(found)))
     rows = [
         (
-            f"{s.task} {s.input_tokens.min}-{s.input_tokens.max} × {s.output_tokens.min}-{s.output_tokens.max}", v.concurrency, v.requests,
-            f"{v.errors}/{v.timeouts}", v.e2e_ms.p50, v.e2e_ms.p95, v.e2e_ms.p95_upper, v.ttft_ms.p95, v.output_tokens_per_s,
-            "void" if v.void else "not steady" if v.oversaturated else "",
+            f"{s.task} {s.input_tokens.min}-{s.input_tokens.max} × {s.output_tokens.min}-{s.output_tokens.max}",
+            *(v.concurrency, v.requests, f"{v.errors}/{v.timeouts}", v.e2e_ms.p50, v.e2e_ms.p95, v.e2e_ms.p95_upper),
+            *(v.ttft_ms.p95, v.output_tokens_per_s, "void" if v.void else "not steady" if v.oversaturated else ""),
         )
-        for s in found.slices for v in s.levels
-    ]  # fmt: skip
+        for s in found.slices
+        for v in s.levels
+    ]
     columns = ("slice", "conc.", "requests", "err/timeouts", "e2e p50", "p95", "p95 bound", "ttft p95", "tokens/s", "note")
     out.print(table("Levels (milliseconds)", columns, rows, right=columns[1:-1]))
 
@@ -158,7 +162,7 @@ def verify(
     trusted: Annotated[list[str] | None, typer.Option(help="A public key that must have signed. May be repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a record's name against its content, its raw samples against their digest, and its signatures. Exit 1 on a problem."""
+    """Check a record's name, its raw samples and its signatures against its content. Exit 1 on a problem."""
     path, found = find(record, store)
     identity, problems = record_id(found), []
     directory = RecordStore(path.parent)

@@ -81,23 +81,34 @@ class SimulatorConfig:
 
 
 def typed_changes(config: SimulatorConfig, changes: dict[str, str]) -> dict[str, Any]:
-    """Read the settings of a restart by the type that they have now. Raises ConfigError."""
+    """Read settings given as text by the type that they have now. Raises ConfigError."""
     known = {field.name for field in fields(config)} - {"cost", "api_keys", "served_model_names"}
-    read: dict[str, Any] = {}
-    for name, text in changes.items():
+    for name in changes:
         if name not in known:
             raise ConfigError(f"not a setting: {name}")
-        now = getattr(config, name)
+    try:
+        return {name: _typed(getattr(config, name), text) for name, text in changes.items()}
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _typed(now: object, text: str) -> Any:
+    match now:
+        case bool():
+            return text.lower() in ("1", "true", "yes")
+        case int():
+            return int(text)
+        case float():
+            return float(text)
+        case None:
+            return _number(text)
+    return text
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
         try:
-            match now:
-                case bool():
-                    read[name] = text.lower() in ("1", "true", "yes")
-                case int():
-                    read[name] = int(text)
-                case float():
-                    read[name] = float(text)
-                case _:
-                    read[name] = text
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from error
-    return read
+            return kind(text)
+        except ValueError:
+            continue
+    return text
