@@ -20,9 +20,9 @@ _GIB = 1024**3
 
 
 def read_versions() -> dict[str, Json]:
-    """Versions of vLLM, of the libraries that shape its speed, of CUDA and of Python."""
-    found: dict[str, Json] = {name: _version(name) for name in PACKAGES}
-    if found["vllm"] == UNKNOWN:
+    """Versions of vLLM, of the libraries that shape its speed, of CUDA and of Python; "none" for what is not installed."""
+    found: dict[str, Json] = {name: _version(name) or "none" for name in PACKAGES}
+    if found["vllm"] == "none":
         found["vllm"] = str(getattr(sys.modules.get("vllm"), "__version__", UNKNOWN))
     torch_version = getattr(sys.modules.get("torch"), "version", None)
     found["cuda"] = str(getattr(torch_version, "cuda", None) or "none") if torch_version is not None else UNKNOWN
@@ -72,11 +72,11 @@ def _device() -> tuple[str, str, str]:
         return str(kind), UNKNOWN, UNKNOWN
 
 
-def _version(name: str) -> str:
+def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return UNKNOWN
+        return None
 
 
 def _driver() -> str:

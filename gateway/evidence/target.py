@@ -65,4 +65,7 @@ class Target:
 
 
 def _exact(value: float | None) -> Decimal | None:
-    return Decimal(str(value)) if value is not None else None
+    """The decimal that was written in the policy, whole numbers without a fraction."""
+    if value is None:
+        return None
+    return Decimal(int(value)) if value == int(value) else Decimal(str(value))
