@@ -44,7 +44,7 @@ def local_app(gateway: Gateway, rules: Callable[[], Rules], account: Callable[[E
 
 
 def _endpoint(route: Route, handlers: dict[str, Handler]) -> Endpoint:
-    return Endpoint(route.name, route.method, route.roles, handlers.get(route.name, _data_path_only), route.dialect)
+    return Endpoint(route.name, {route.method: handlers.get(route.name, _data_path_only)}, route.roles, route.dialect)
 
 
 async def _data_path_only(call: Call) -> Refusal:
@@ -58,7 +58,7 @@ def _handlers(gateway: Gateway) -> dict[str, Handler]:
         return json_response({"object": "list", "data": [card_json(card) for card in cards]})
 
     async def model(call: Call) -> Response | Refusal:
-        name = _decoded(call.tail)
+        name = decoded(call.tail)
         for card in gateway.models(_tenant(call)):
             if card.id == name:
                 return json_response(card_json(card))
@@ -136,7 +136,7 @@ def _tenant(call: Call) -> str:
     return tenant
 
 
-def _decoded(tail: bytes) -> str | None:
+def decoded(tail: bytes) -> str | None:
     """A percent-encoded id as text, decoded once; None where it is not one."""
     parts = tail.split(b"%")[1:]
     if not all(len(part) >= 2 and all(byte in b"0123456789abcdefABCDEF" for byte in part[:2]) for part in parts):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.middleware.errors import ServerErrorMiddleware
@@ -60,13 +60,17 @@ Handler = Callable[[Call], Awaitable[Response | Refusal]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One path: its method (HEAD follows GET), who may use it, and what it does."""
+    """One path: what each of its methods does, and who may use it. `name` is the label in the journal."""
 
     name: str
-    method: str
+    handlers: Mapping[str, Handler]
     roles: frozenset[str]
-    handler: Handler
     dialect: Dialect = "openai"
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What Allow says: HEAD follows GET."""
+        return (*self.handlers, "HEAD") if "GET" in self.handlers else tuple(self.handlers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,10 @@ class Shell:
         checked = self._check(scope, path, found, exchange, rules)
         if isinstance(checked, Response):
             return checked
-        endpoint, call = checked[0], Call(Request(scope, receive), checked[1], checked[2], rules.body_limit, rules.body_timeout_s)
-        result = await endpoint.handler(call)
+        endpoint, principal, tail = checked
+        call = Call(Request(scope, receive), principal, tail, rules.body_limit, rules.body_timeout_s)
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        result = await endpoint.handlers[method](call)
         if isinstance(result, Refusal):
             return self._refuse(result, dialect, exchange)
         return result
@@ -167,10 +173,11 @@ class Shell:
         exchange.route = endpoint.name
         if principal.role not in endpoint.roles:
             return self._refuse(Refusal(Reason.NOT_PERMITTED, "This key may not use this route."), dialect, exchange)
-        allowed = ("GET", "HEAD") if endpoint.method == "GET" else (endpoint.method,)
-        if scope["method"] not in allowed:
-            refusal = Refusal(Reason.METHOD_NOT_ALLOWED, f"This route answers {endpoint.method}.")
-            return self._refuse(refusal, dialect, exchange, allow=", ".join(allowed))
+        if scope["method"] not in endpoint.methods:
+            allowed = ", ".join(endpoint.methods)
+            return self._refuse(
+                Refusal(Reason.METHOD_NOT_ALLOWED, f"This route answers {allowed}."), dialect, exchange, allow=allowed
+            )
         return endpoint, principal, tail
 
     def _unknown_caller(self, path: bytes, dialect: Dialect, exchange: Exchange) -> Response:

@@ -1,7 +1,7 @@
 """The audit log: who did what to the gateway, with the state before and after.
 
-Owns one append-only file of JSON lines. Promises: an entry is on disk when `record` returns, and an action whose entry cannot
-be written is not taken (`AuditError`). Called for operator actions alone, which are rare, so it waits for the disk in a
+Owns one append-only file of JSON lines. Promises: an entry is on disk when `record` returns; one that cannot be written is an
+`AuditError`, which the operator sees. Called for operator actions alone, which are rare, so it waits for the disk in a
 thread. Never holds a key.
 """
 
