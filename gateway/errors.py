@@ -67,7 +67,7 @@ class Reason(StrEnum):
     UPSTREAM_UNREACHABLE = "upstream_unreachable"
     UPSTREAM_RESET = "upstream_reset"
     UPSTREAM_ERROR = "upstream_error"  # an error status or an error event of vLLM's own, relayed untouched
-    FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105 - a reason, not a secret
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"
     STALL_TIMEOUT = "stall_timeout"
     EXECUTION_TIMEOUT = "execution_timeout"
     CALLER_DEADLINE = "caller_deadline"

@@ -11,14 +11,15 @@ below that holds decides; what is unknown closes. Talks to: `evidence.verdict` f
    force before (or, at the start, from a record of the same model); no_qualified_record when there is none to compare with.
 5. No slice qualifies for every model that uses it: no_qualified_record, with the first reason.
 6. Requests of others are in flight and the policy closes on that: backend_not_exclusive.
-7. The engine has started since and is not warm yet: backend_unavailable.
+7. An operator has taken it out: backend_unavailable.
+8. The engine has started since and is not warm yet: backend_unavailable.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gateway.errors import Reason, Refusal
@@ -66,6 +67,7 @@ class GateDecision:
     changes: tuple[FieldChange, ...] = ()
     triggers: tuple[str, ...] = ()
     record: Record | None = None  # of this hash, where there is one; the warm-up and later comparisons follow it
+    needs_warm_up: bool = False  # nothing else keeps the gate closed
 
 
 def decide(
@@ -76,6 +78,7 @@ def decide(
     previous: Record | None,
     foreign_closes: bool,
     warm: bool,
+    drained: bool,
     now: dt.datetime,
 ) -> GateDecision:
     """The gate of one backend at wall time `now`. `previous`: the record in force when it was last open, None when never."""
@@ -100,9 +103,13 @@ def decide(
     if seen.foreign and foreign_closes:
         text = f"{seen.foreign} requests that no gateway sent are in flight on the backend: it is not measured with them"
         return _closed(Reason.BACKEND_NOT_EXCLUSIVE, text, SOON_S, judgements=judgements, record=record)
-    if not warm:
+    if drained:
+        text = "an operator has taken the backend out of service"
+        return _closed(Reason.BACKEND_UNAVAILABLE, text, judgements=judgements, record=record)
+    if not warm and record.protocol.warmup_state == "completed" and record.protocol.warmup_requests:
         text = "the engine was started since and is being warmed up as in its record"
-        return _closed(Reason.BACKEND_UNAVAILABLE, text, SOON_S, judgements=judgements, record=record)
+        closed = _closed(Reason.BACKEND_UNAVAILABLE, text, SOON_S, judgements=judgements, record=record)
+        return replace(closed, needs_warm_up=True)
     envelope = Envelope(qualified, _budget(seen, views), seen.identity.block_size or 16)
     return GateDecision(Open(envelope, seen.identity.hash or ""), judgements, record=record)
 

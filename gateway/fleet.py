@@ -1,0 +1,269 @@
+"""The backends of one policy: watched, judged against the records, warmed up, and put before the controller.
+
+Owns, for each backend, the watch, the last decision on its gate, the record it was last open under, which engine starts are
+warm, and the token counter made from its tokenizer. Promises: a gate follows its observation in the same instant; a closed
+gate closes the connections' expected hash with it, so that nothing is dispatched over a connection that says otherwise; every
+change of identity is written to the retest ledger with the fields that differ. Talks to: `forward.watch`, `flow.gate`, the
+controller, `evidence.store`, the ledger and the metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from gateway import policy as policies
+from gateway.evidence.record import Record
+from gateway.evidence.store import StoreReport
+from gateway.evidence.target import Target
+from gateway.flow.controller import Controller
+from gateway.flow.demand import Closed, Open
+from gateway.flow.gate import GateDecision, View, decide
+from gateway.forward.watch import Watch
+from gateway.observe.demand import Change
+from gateway.observe.metrics import Metrics
+from gateway.observe.retest import Ledger
+from gateway.warmup import WarmUp
+
+log = logging.getLogger("plimsoll.fleet")
+
+REVIEW_S = 5.0  # records expire without anything else happening
+RESTART_S = 1.0
+
+
+class Berth:
+    """One backend and all that is kept about it."""
+
+    __slots__ = ("decision", "drained", "previous", "task", "unreached", "views", "warm", "warming", "watch")
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.views: dict[str, View] = {}
+        self.decision: GateDecision | None = None
+        self.previous: Record | None = None  # in force when the gate was last open
+        self.warm: set[str] = set()  # engine starts that need no warm-up, or have had it
+        self.warming: asyncio.Task[None] | None = None
+        self.unreached = 0  # how often the backend went away: stands in for an engine start that is not told
+        self.drained = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def engine(self) -> str:
+        """Names this engine start."""
+        return self.watch.observation.engine or f"unnamed-{self.unreached}"
+
+    @property
+    def hash(self) -> str | None:
+        """The configuration hash the gate is open on."""
+        gate = self.decision.gate if self.decision is not None else None
+        return gate.hash if isinstance(gate, Open) else None
+
+
+class Fleet:
+    """All backends. Everything here runs on the event loop; blocking work is for threads of others.
+
+    `on_identity(name)` is called when a backend shows an identity that was not there before (a tokenizer may be fetched).
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        metrics: Metrics,
+        ledger: Ledger,
+        *,
+        instance: str,
+        key_of: Callable[[policies.Backend], str | None],
+        on_identity: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._controller = controller
+        self._metrics = metrics
+        self._ledger = ledger
+        self._instance = instance
+        self._key_of = key_of
+        self._on_identity = on_identity
+        self._clock = clock
+        self._wall = wall
+        self._store = StoreReport()
+        self._policy: policies.Policy | None = None
+        self.berths: dict[str, Berth] = {}
+
+    # What is wanted
+
+    def apply(self, policy: policies.Policy) -> None:
+        """Put a policy in force: backends that are new or different are watched anew, the others keep all they are."""
+        old, self._policy = self._policy, policy
+        for name in [n for n in self.berths if n not in policy.backends]:
+            self._retire(name)
+            self._controller.remove_backend(name)
+        for name, config in policy.backends.items():
+            berth = self.berths.get(name)
+            same_timeout = old is not None and old.timeouts.connect_s == policy.timeouts.connect_s
+            if berth is None or berth.watch.config != config or not same_timeout:
+                if berth is not None:
+                    self._retire(name)
+                berth = self.berths[name] = Berth(self._watch(name, config, policy))
+                berth.task = self._keep(berth.watch.run, f"watching backend {name}")
+            berth.views = {
+                model: View(Target.from_policy(m.target), m.target.require_signature, m.token_budget)
+                for model, m in policy.models.items()
+                if name in m.backends
+            }
+            self.review(name)
+
+    def set_store(self, report: StoreReport) -> None:
+        """Other records are there now."""
+        self._store = report
+        for name in list(self.berths):
+            self.review(name)
+
+    def drain(self, name: str, drained: bool) -> None:
+        """An operator takes a backend out, or puts it back."""
+        self.berths[name].drained = drained
+        self.review(name)
+
+    async def run(self) -> None:
+        """Review every gate now and then, until cancelled; then stop watching."""
+        try:
+            while True:
+                await asyncio.sleep(REVIEW_S)
+                for name in list(self.berths):
+                    self.review(name)
+        finally:
+            for name in list(self.berths):
+                self._retire(name)
+
+    @property
+    def store(self) -> StoreReport:
+        return self._store
+
+    def open_backends(self) -> Iterator[str]:
+        """Names of the backends whose gate is open."""
+        return (name for name, berth in self.berths.items() if berth.hash is not None)
+
+    # What is seen
+
+    def review(self, name: str) -> None:
+        """Decide on the gate of one backend again, and put it in force where it differs."""
+        berth, now = self.berths[name], dt.datetime.fromtimestamp(self._wall(), dt.UTC)
+        seen = berth.watch.observation
+        decision = decide(
+            seen,
+            self._store,
+            berth.views,
+            previous=berth.previous,
+            foreign_closes=berth.watch.config.foreign == "close",
+            warm=berth.engine in berth.warm,
+            drained=berth.drained,
+            now=now,
+        )
+        if decision.needs_warm_up:
+            self._warm_up(name, berth, decision)
+        before, berth.decision = berth.decision, decision
+        gate = decision.gate
+        berth.watch.expected_hash = gate.hash if isinstance(gate, Open) else None
+        if isinstance(gate, Open):
+            berth.previous = decision.record
+            self._controller.set_foreign(name, seen.foreign or 0)
+        if before is None or before.gate != gate:
+            self._controller.set_backend(name, gate)
+            self._tell(name, before, decision)
+
+    def _tell(self, name: str, before: GateDecision | None, decision: GateDecision) -> None:
+        gate = decision.gate
+        if isinstance(gate, Closed):
+            log.warning("backend %s is closed: %s: %s", name, gate.refusal.reason, gate.refusal.message)
+        else:
+            log.info("backend %s is open on %s with %d slices", name, gate.hash[:23], len(gate.envelope.boxes))
+        if decision.triggers and (before is None or before.triggers != decision.triggers):
+            self._note_change(name, decision)
+
+    def _note_change(self, name: str, decision: GateDecision) -> None:
+        berth = self.berths[name]
+        identity = berth.watch.observation.identity
+        old = berth.previous.identity.server_configuration_hash if berth.previous is not None else None
+        fields = tuple(change.field for change in decision.changes)
+        for model in berth.views:
+            for trigger in decision.triggers:
+                self._metrics.trigger(model, name, trigger)
+            self._ledger.changed(Change(self._wall(), model, name, old, identity.hash if identity else None, fields))
+
+    def _changed(self, name: str) -> None:
+        """The watch saw something new."""
+        berth = self.berths.get(name)
+        if berth is None:
+            return
+        if not berth.watch.observation.reachable:
+            berth.unreached += 1
+        self.review(name)
+        if berth.watch.observation.identity is not None:
+            self._on_identity(name)
+
+    # Warm-up
+
+    def _warm_up(self, name: str, berth: Berth, decision: GateDecision) -> None:
+        if berth.warming is not None or decision.record is None:
+            return
+        engine, record = berth.engine, decision.record
+
+        async def warm() -> None:
+            try:
+                if await WarmUp(berth.watch, self._upstream_model(name), record).run():
+                    berth.warm.add(engine)
+                    log.info("backend %s: the engine is warm", name)
+            finally:
+                berth.warming = None
+            if self.berths.get(name) is berth:
+                self.review(name)
+
+        berth.warming = asyncio.create_task(warm())
+
+    def _upstream_model(self, backend: str) -> str:
+        models = self._policy.models.items() if self._policy is not None else ()
+        return next((m.upstream_model or name for name, m in models if backend in m.backends), "")
+
+    # Tasks
+
+    def _watch(self, name: str, config: policies.Backend, policy: policies.Policy) -> Watch:
+        return Watch(
+            name,
+            config,
+            self._key_of(config),
+            instance=self._instance,
+            connect_timeout_s=policy.timeouts.connect_s,
+            on_change=self._changed,
+            busy=lambda: self._busy(name),
+            clock=self._clock,
+        )
+
+    def _busy(self, name: str) -> bool:
+        backends = self._controller.snapshot(self._clock()).backends
+        return any(backend.requests for backend in backends if backend.name == name)
+
+    def _retire(self, name: str) -> None:
+        berth = self.berths.pop(name)
+        for task in (berth.task, berth.warming):
+            if task is not None:
+                task.cancel()
+
+    def _keep(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[None]:
+        """Run `work` for ever. Should it break (a defect), that is logged and it starts again: a gate must not go unwatched."""
+
+        async def kept() -> None:
+            while True:
+                task = asyncio.ensure_future(work())
+                try:
+                    await asyncio.wait([task])
+                finally:
+                    task.cancel()
+                if task.cancelled():
+                    return
+                log.error("%s broke off; it starts again", what, exc_info=task.exception())
+                await asyncio.sleep(RESTART_S)
+
+        return asyncio.create_task(kept())
