@@ -125,7 +125,7 @@ def test_abort_frees_blocks_and_seat_at_once_and_late_news_changes_nothing() -> 
     engine = Engine(SMALL, WORDS)
     ids = [engine.add(spec(20, 50, base=100 * number), 0.0) for number in range(5)]
     engine.step(0.0)
-    assert engine.stats.running == 3
+    assert engine.stats.running == 4
     before = engine.kv_usage
     assert engine.abort(ids[0])
     assert engine.kv_usage < before
