@@ -34,10 +34,20 @@ def size_bucket(tokens: int) -> str:
     return "gt32k"
 
 
+class Tally:
+    """Sequences in flight of one class and size, by phase."""
+
+    __slots__ = ("decode", "prefill")
+
+    def __init__(self) -> None:
+        self.prefill = 0
+        self.decode = 0
+
+
 class Bay:
     """A backend's place in the controller."""
 
-    __slots__ = ("breaker", "composition", "gate", "hash", "listed", "live", "name", "occupancy", "open", "salt")
+    __slots__ = ("breaker", "gate", "hash", "listed", "live", "name", "occupancy", "open", "salt", "tallies")
 
     def __init__(self, name: str, breaker: Breaker) -> None:
         self.name = name
@@ -49,7 +59,7 @@ class Bay:
         self.hash = ""
         self.occupancy = Occupancy(_NOTHING)
         self.live: dict[Grant, None] = {}
-        self.composition: dict[tuple[str, str, str], int] = {}  # (phase, class, size bucket) -> sequences
+        self.tallies: dict[tuple[str, str], Tally] = {}  # by class and size bucket
 
     def set_gate(self, gate: Gate) -> None:
         """Put another gate before the backend; what is in flight is counted by the new envelope."""
@@ -64,20 +74,22 @@ class Bay:
                 grant.mask, grant.blocks = envelope.mask(grant.shape), envelope.blocks(grant.shape)
             self.occupancy.rebase(envelope, ((g.mask, g.shape.sequences, g.blocks) for g in self.live))
 
-    def place(self, grant: Grant) -> None:
-        """Count a new grant in flight."""
-        self.occupancy.add(grant.mask, grant.shape[4], grant.blocks)
-        self.live[grant] = None
-        self.compose(grant.kind, grant.shape[4])
+    def tally(self, priority_class: str, size: str) -> Tally:
+        """The running count of a class and size bucket; both come from closed lists."""
+        tally = self.tallies.get((priority_class, size))
+        if tally is None:
+            tally = self.tallies[(priority_class, size)] = Tally()
+        return tally
 
-    def release(self, grant: Grant) -> None:
-        """Count a grant out."""
-        del self.live[grant]
-        self.occupancy.remove(grant.mask, grant.shape[4], grant.blocks)
-        self.compose(grant.kind, -grant.shape[4])
-
-    def compose(self, kind: tuple[str, str, str], sequences: int) -> None:
-        self.composition[kind] = self.composition.get(kind, 0) + sequences
+    def composition(self) -> dict[tuple[str, str, str], int]:
+        """Sequences in flight by (phase, class, size bucket), zeros left out."""
+        found: dict[tuple[str, str, str], int] = {}
+        for (name, size), tally in self.tallies.items():
+            if tally.prefill:
+                found[("prefill", name, size)] = tally.prefill
+            if tally.decode:
+                found[("decode", name, size)] = tally.decode
+        return found
 
     def ready(self, now: float) -> bool:
         """Open, and the breaker lets at least one request through."""

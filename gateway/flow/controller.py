@@ -241,29 +241,26 @@ class Controller:
             occupancy = bay.occupancy
             envelope = occupancy.envelope
             mask = envelope.mask(shape)
-            blocks = envelope.blocks(shape)
+            blocks = 0 if envelope.budget_blocks is None else envelope.blocks(shape)
             if not mask or not occupancy.fits(mask, shape[4], blocks):
                 continue
             if bay.breaker.state is not State.CLOSED and not bay.breaker.would_allow(now):
                 continue
-            room = occupancy.room(mask)
+            room = occupancy.room(mask) if len(route.bays) > 1 else 0
             if best is None or room > best_room or (room == best_room and prefers(demand.affinity, bay, best[0])):
                 best, best_room = (bay, mask, blocks), room
         if best is None:
             return None
-        return self._grant(demand, *best, 0.0, route.pool.level(demand.priority), now)
+        pool = route.pool
+        level = pool.levels.get(demand.priority) or pool.level(demand.priority)
+        return self._grant(demand, *best, 0.0, level, now)
 
     def _grant(self, demand: Demand, bay: Bay, mask: int, blocks: int, queue_s: float, level: Level, now: float) -> Grant:
         breaker = bay.breaker
         permit = breaker.generation if breaker.state is State.CLOSED else breaker.allow(now)
         assert permit is not None
         grant = Grant(demand, bay, mask, blocks, permit, queue_s, self)
-        tenant = level.tenant(demand.tenant, demand.weight)
-        grant.cost = bay.occupancy.envelope.cost(demand.shape, mask)
-        grant.tenant = tenant
-        level.granted(tenant, grant.cost)
-        bay.place(grant)
-        grant.record = bay.occupancy.record_for(mask, 0)
+        grant.tenant = level.charge(demand.tenant, demand.weight, grant.cost)
         return grant
 
     def _queued(self, route: Route, demand: Demand, now: float, account: Account | None) -> Grant | Waiting | Refusal:
@@ -328,15 +325,17 @@ class Controller:
 
     def after_settle(self, grant: Grant, now: float, used: int | None) -> None:
         """A grant has ended (called by the grant): refund what it did not use, and let the next ones in."""
-        reserved = grant.shape.tokens
-        if used is not None and grant.tenant is not None and used < reserved:
-            grant.tenant.charge(grant.cost * (used / reserved - 1))
+        reserved = grant.tokens
+        tenant = grant.tenant
+        if used is not None and used < reserved and tenant is not None:
+            tenant.charge(grant.cost * (used / reserved - 1))
         if grant.demand.limits is not None:
             self._accounts[grant.demand.tenant].settle(reserved, reserved if used is None else used)
-        pool = self._routes[grant.demand.backends].pool
-        if pool.waiting:
-            pool.drain.note(grant.cost, now)
-            self._pump(pool, now)
+        if self._waiting:
+            pool = self._routes[grant.demand.backends].pool
+            if pool.waiting:
+                pool.drain.note(grant.cost, now)
+                self._pump(pool, now)
 
     def after_give_back(self, grant: Grant, now: float) -> None:
         """A grant that nobody took: its cost and quota come back whole."""

@@ -50,7 +50,7 @@ class Envelope:
     _budget_binds: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        boxes = tuple(sorted(self.boxes, key=lambda box: (-box.concurrency, box)))
+        boxes = tuple(sorted(self.boxes, key=lambda box: (-box.concurrency, box.record, box.input_max, box.output_max)))
         budget = None if self.kv_tokens is None else self.kv_tokens // self.block_size
         most = max((b.concurrency * self._blocks_of(b.input_max + b.output_max) for b in boxes), default=0)
         derived = {
@@ -79,7 +79,9 @@ class Envelope:
         return self.caps[(mask & -mask).bit_length() - 1] if mask else 0
 
     def blocks(self, shape: Shape) -> int:
-        """KV blocks reserved: sequences × input and output rounded up to whole blocks."""
+        """KV blocks reserved: sequences × input and output rounded up to whole blocks; 0 where no budget is known."""
+        if self.budget_blocks is None:
+            return 0
         return shape[4] * -(-(shape[2] + shape[3]) // self.block_size)
 
     def place(self, shape: Shape) -> int:
@@ -93,7 +95,11 @@ class Envelope:
 
     def cost(self, shape: Shape, mask: int) -> float:
         """Reserved tokens × the concurrency the shape costs the others (widest C / its own widest C)."""
-        return shape.tokens * (self.caps[0] / self.cap(mask))
+        return shape.tokens * self.factor(mask)
+
+    def factor(self, mask: int) -> float:
+        """The concurrency that shapes of this mask cost the others: widest C / their own widest C, at least 1."""
+        return 1.0 if mask & 1 else self.caps[0] / self.cap(mask)
 
     def settled(
         self, task: str, features: frozenset[str], output_tokens: int | None, sequences: int, low: int, high: int

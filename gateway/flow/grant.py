@@ -2,7 +2,7 @@
 
 Owns: what was reserved. Promises: `settle` gives everything back, once; a second call raises and changes nothing; a
 grant whose result is never reported gives its breaker probe back at settlement. Talks to: `bay`, and the controller
-that made it, through one callback.
+that made it, through `Settler`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from gateway.flow.bay import Bay, size_bucket
-from gateway.flow.breaker import Permit, Result
+from gateway.flow.breaker import Permit, Result, State
 from gateway.flow.demand import Demand, SettledTwice
 from gateway.flow.queue import Tenant
 from gateway.flow.shape import Shape
@@ -25,26 +25,39 @@ class Settler(Protocol):
 
 
 class Grant:
-    """`record`: id of the narrowest record that holds the request and everything beside it. `queue_s`: seconds waited."""
+    """`record`: id of the narrowest record that holds the request and everything beside it. `queue_s`: seconds waited.
 
-    __slots__ = ("_bay", "_owner", "_permit", "blocks", "cost", "demand", "hash", "kind", "mask", "queue_s", "record",
-                 "settled", "shape", "tenant")  # fmt: skip
+    `tokens`: reserved by the whole request. `cost`: charged to the tenant's virtual time.
+    """
+
+    __slots__ = ("_bay", "_owner", "_permit", "_tally", "blocks", "cost", "decoding", "demand", "hash", "mask", "queue_s",
+                 "record", "settled", "shape", "tenant", "tokens")  # fmt: skip
 
     def __init__(self, demand: Demand, bay: Bay, mask: int, blocks: int, permit: Permit, queue_s: float, owner: Settler) -> None:
+        """Count it in flight on `bay`, whose occupancy must have room for it."""
+        shape: Shape = demand.shape
+        sequences = shape[4]
+        tokens = sequences * (shape[2] + shape[3])
+        occupancy = bay.occupancy
         self.demand = demand
-        self.shape: Shape = demand.shape
+        self.shape = shape
         self.mask = mask
         self.blocks = blocks
         self.queue_s = queue_s
         self.hash = bay.hash
-        self.record = ""
-        self.cost = 0.0
+        self.tokens = tokens
+        self.cost = tokens * occupancy.envelope.factor(mask)
         self.tenant: Tenant | None = None
+        self.decoding = False
         self.settled = False
-        self.kind = ("prefill", demand.priority_class, size_bucket(demand.shape.tokens))
         self._bay = bay
         self._permit: Permit | None = permit
         self._owner = owner
+        occupancy.add(mask, sequences, blocks)
+        bay.live[self] = None
+        self._tally = bay.tally(demand.priority_class, size_bucket(tokens))
+        self._tally.prefill += sequences
+        self.record = occupancy.record_for(mask)
 
     @property
     def backend(self) -> str:
@@ -53,14 +66,14 @@ class Grant:
 
     def prefill_done(self) -> None:
         """The first token has come: from now on the request counts as decoding."""
-        if not self.settled and self.kind[0] == "prefill":
-            self._bay.compose(self.kind, -self.shape.sequences)
-            self.kind = ("decode", *self.kind[1:])
-            self._bay.compose(self.kind, self.shape.sequences)
+        if not self.settled and not self.decoding:
+            self.decoding = True
+            self._tally.prefill -= self.shape[4]
+            self._tally.decode += self.shape[4]
 
     def composition(self) -> dict[str, int]:
-        """Sequences in flight on the backend by phase, class and size, this one included; asked at admission."""
-        return {":".join(kind): count for kind, count in self._bay.composition.items() if count}
+        """Sequences in flight on the backend as `phase:class:size`, this request included; asked at admission."""
+        return {":".join(kind): count for kind, count in self._bay.composition().items()}
 
     def report(self, result: Result, now: float) -> None:
         """Tell the breaker what this request says about the backend; only the first report counts."""
@@ -84,6 +97,12 @@ class Grant:
         if self.settled:
             raise SettledTwice(f"a grant on {self.backend} was settled twice")
         self.settled = True
-        if self._permit is not None:
+        bay, sequences = self._bay, self.shape[4]
+        if bay.breaker.state is not State.CLOSED:
             self.report(Result.IGNORED, now)
-        self._bay.release(self)
+        del bay.live[self]
+        bay.occupancy.remove(self.mask, sequences, self.blocks)
+        if self.decoding:
+            self._tally.decode -= sequences
+        else:
+            self._tally.prefill -= sequences

@@ -82,7 +82,7 @@ class Occupancy:
         needs = [max(self._outside[index], over - cap, 0) for index, cap in enumerate(self.envelope.caps) if mask >> index & 1]
         return min(needs, default=over)
 
-    def record_for(self, mask: int, sequences: int) -> str:
+    def record_for(self, mask: int, sequences: int = 0) -> str:
         """Id of the narrowest record whose box holds this mask, all in flight and `sequences` more; "" when none does."""
         mask &= self.possible
         total = self.sequences + self.foreign + sequences

@@ -207,16 +207,22 @@ class Level:
             tenant.weight = weight
         return tenant
 
-    def granted(self, tenant: Tenant, cost: float) -> None:
-        """Charge a grant: its start tag is the tenant's virtual time, never behind the level's."""
-        if tenant.vtime < self.clock and not tenant.waiting:
+    def charge(self, name: str, weight: float, cost: float) -> Tenant:
+        """Charge a grant to a tenant: its start tag is the tenant's virtual time, never behind the level's clock
+        unless it has more waiting. Returns the account, for the refund."""
+        tenant = self.tenants.get(name)
+        if tenant is None or tenant.weight != weight:
+            tenant = self.tenant(name, weight)
+        start = tenant.vtime
+        if start > self.clock:
+            self.clock = start
+        elif not tenant.waiting:
             tenant.vtime = self.clock
-        if tenant.vtime > self.clock:
-            self.clock = tenant.vtime
         if tenant.shares:
             tenant.charge(cost)
         else:
-            tenant.vtime += cost / tenant.weight
+            tenant.vtime += cost / weight
+        return tenant
 
     def add(self, entry: Waiting) -> None:
         """Queue an entry whose masks, blocks and cost are set."""

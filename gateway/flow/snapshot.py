@@ -67,16 +67,17 @@ def take(bays: Iterable[Bay], pools: Iterable[Pool], now: float) -> Snapshot:
 def _backend(bay: Bay) -> BackendSnapshot:
     in_flight: Counter[tuple[str, str, str]] = Counter()
     for grant in bay.live:
-        in_flight[(grant.demand.model, grant.kind[0], grant.kind[1])] += grant.shape.sequences
+        phase = "decode" if grant.decoding else "prefill"
+        in_flight[(grant.demand.model, phase, grant.demand.priority_class)] += grant.shape.sequences
     return BackendSnapshot(
         name=bay.name,
         reason=bay.gate.refusal.reason.value if isinstance(bay.gate, Closed) else None,
         hash=bay.hash,
         requests=bay.occupancy.requests,
         sequences=bay.occupancy.sequences,
-        reserved_tokens=sum(grant.shape.tokens for grant in bay.live),
+        reserved_tokens=sum(grant.tokens for grant in bay.live),
         in_flight=dict(in_flight),
-        by_size={kind: count for kind, count in bay.composition.items() if count},
+        by_size=bay.composition(),
         limits=bay.occupancy.envelope.limits(),
         breaker=bay.breaker.state.value,
         breaker_transitions={state.value: count for state, count in bay.breaker.transitions.items()},
