@@ -140,7 +140,7 @@ def parse(route: Route, content_type: bytes | None, raw: bytes, lookup: Lookup) 
 
 
 def _json(route: Route, content_type: bytes | None, raw: bytes, lookup: Lookup) -> Parsed | Refusal:
-    if content_type != b"application/json" and (refusal := _wrong_type(content_type)) is not None:
+    if content_type != b"application/json" and (refusal := wrong_type(content_type)) is not None:
         return refusal
     read = strict_json.read(raw)
     if type(read) is Refusal:
@@ -210,8 +210,8 @@ def model_not_found() -> Refusal:
     return Refusal(Reason.MODEL_NOT_FOUND, "The model does not exist or you do not have access to it.", param="model")
 
 
-def _wrong_type(content_type: bytes | None) -> Refusal | None:
-    """None for JSON, and where no type is named; a charset other than UTF-8 is another encoding."""
+def wrong_type(content_type: bytes | None) -> Refusal | None:
+    """415, or None for JSON, and where no type is named; a charset other than UTF-8 is another encoding."""
     kind, _, parameters = (content_type or b"").partition(b";")
     charset = parameters.strip().lower()
     if kind.strip().lower() in JSON_TYPES and charset in (b"", b"charset=utf-8", b'charset="utf-8"', b"charset=utf8"):

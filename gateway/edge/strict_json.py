@@ -40,7 +40,8 @@ def read(raw: bytes) -> Read | Refusal:
     """Bytes to a checked JSON object.
 
     A dropped duplicate takes its colon with it, so equal counts of colons before and after prove that nothing was
-    dropped, unless a colon was written as an escape; only then are all keys compared one by one.
+    dropped, unless a colon was written as an escape; only then are all keys compared one by one. Bodies that clients
+    wrote compactly are equal to their compact form, which is the quickest proof.
     """
     try:
         document = orjson.loads(raw)
@@ -52,7 +53,7 @@ def read(raw: bytes) -> Read | Refusal:
         compact = orjson.dumps(document)
     except TypeError:
         return invalid("The JSON is nested too deeply; 254 levels are allowed.")
-    if raw.count(b":") != compact.count(b":") or b"\\u003" in raw:
+    if raw != compact and (raw.count(b":") != compact.count(b":") or b"\\u003" in raw):
         key = _duplicate(raw)
         if key is not None:
             return invalid(f"The key {key[:64]!r} stands twice in one object.", key[:64])

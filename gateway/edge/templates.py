@@ -190,7 +190,9 @@ def _measure(template: ChatTemplate) -> Overhead | None:
         for shorter in sizes
         if longer != shorter and longer.startswith(shorter)
     ]
-    per_message = max(0, *steps, min(sizes.values()))
+    if not steps:
+        return None
+    per_message = max(0, *steps)
     base = max(0, *(size - per_message * len(pattern) for pattern, size in sizes.items()))
     return Overhead(base + _SLACK, per_message)
 

@@ -13,7 +13,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import orjson
 from tokenizers import Tokenizer
@@ -34,6 +34,7 @@ _PROMPT_FIELDS = frozenset({
 })  # fmt: skip
 _COUNTED = ("messages", "system", "input", "instructions", "prompt", "query", "add_generation_prompt", "add_special_tokens")
 _PAIRS = ("documents", "items", "queries", "text_1", "text_2", "data_1", "data_2")
+T = TypeVar("T")
 Fetch = Callable[[dict[str, Any]], Awaitable[list[int]]]
 
 
@@ -58,7 +59,7 @@ class CountPool:
         self._pending = 0
         self._overdue = 0
 
-    async def run(self, work: Callable[[], int], deadline: float) -> int:
+    async def run(self, work: Callable[[], T], deadline: float) -> T:
         """`work` in a thread, until `deadline` (loop time). Raises Refused when there is no room or no time."""
         loop = asyncio.get_running_loop()
         if self._pending >= self._capacity or self._overdue >= self._workers:
@@ -76,12 +77,12 @@ class CountPool:
     def _ended(self) -> None:
         self._pending -= 1
 
-    def _note_overdue(self, future: Future[int], loop: asyncio.AbstractEventLoop) -> None:
+    def _note_overdue(self, future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         if not future.running():
             return
         self._overdue += 1
 
-        def recovered(_: Future[int]) -> None:
+        def recovered(_: Future[Any]) -> None:
             self._overdue -= 1
 
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(recovered, done) if not loop.is_closed() else None)
