@@ -7,11 +7,15 @@ handler, errors. Promises: an error before the answer is vLLM's envelope; one in
 
 import secrets
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.evidence.attest import GENERATION_PATHS, IdentityMiddleware
@@ -153,12 +157,22 @@ async def _unauthorized(send: Send) -> None:
     await send({"type": "http.response.body", "body": raw})
 
 
+async def _no_route(request: Request, error: Exception) -> Response:
+    """vLLM's envelope for an unknown path (404) and a wrong method (405)."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    phrase = HTTPStatus(status).phrase
+    body = {"error": {"message": phrase, "type": phrase, "param": None, "code": status}}
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return JSONResponse(body, status, headers)
+
+
 def build_app(simulation: Simulation, extra: tuple[tuple[str, str, Handler], ...] = ()) -> Starlette:
     """The whole application; `extra` are the control routes."""
     config = simulation.config
     marks = {"versions": identity.versions(config), "hardware": identity.hardware(config)}
     app = Starlette(
         routes=[Route(path, _Endpoint(simulation, handler), methods=[method]) for method, path, handler in (*ROUTES, *extra)],
+        exception_handlers={404: _no_route, 405: _no_route},
         middleware=[Middleware(IdentityMiddleware, **marks), Middleware(KeyMiddleware, keys=config.api_keys)],
     )
     app.state.vllm_config = identity.vllm_config(config, simulation.model)

@@ -8,9 +8,7 @@ from typing import Any
 
 _TYPES = {
     400: "BadRequestError",
-    401: "AuthenticationError",
     404: "NotFoundError",
-    405: "Method Not Allowed",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }

@@ -11,6 +11,7 @@ import orjson
 from gateway.simulator.errors import ApiError
 
 _MAX_DEPTH = 32
+_MAX_ITEMS = 64
 
 
 def instance_of(schema: Mapping[str, Any]) -> Any:
@@ -47,7 +48,10 @@ def _typed(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> An
         case "null":
             return None
         case "array":
-            return [_instance(schema.get("items", {}), root, depth + 1) for _ in range(int(schema.get("minItems", 1)))]
+            return [
+                _instance(schema.get("items", {}), root, depth + 1)
+                for _ in range(min(_MAX_ITEMS, int(schema.get("minItems", 1))))
+            ]
     properties = schema.get("properties", {})
     wanted = schema.get("required", list(properties)) if isinstance(properties, Mapping) else []
     return {name: _instance(properties.get(name, {"type": "string"}), root, depth + 1) for name in wanted}

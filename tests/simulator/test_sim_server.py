@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from gateway.simulator import model_build
@@ -166,6 +167,46 @@ async def test_what_was_seen_is_kept_for_tests(sim: SimulatorServer, client: htt
     assert seen.connection_id == sim.connections_opened == 1
 
 
+async def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.AsyncClient) -> None:
+    missing, wrong = await client.get("/v1/nothing"), await client.get("/v1/chat/completions")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
+    assert (wrong.status_code, wrong.headers["allow"], wrong.json()["error"]["code"]) == (405, "POST", 405)
+    assert "x-plimsoll-config" in missing.headers
+
+
+async def test_the_middleware_tells_a_gateway_from_a_stranger(sim: SimulatorServer, client: httpx.AsyncClient) -> None:
+    async def counts() -> tuple[int, dict[str, int]]:
+        runtime = (await client.get("/plimsoll/identity")).json()["runtime"]
+        return runtime["foreign_in_flight"], runtime["gateway_in_flight"]
+
+    sim.freeze()
+    marked = {"x-plimsoll-gateway": "g1"}
+    held = [asyncio.create_task(client.post("/v1/completions", json=WHOLE, headers=h)) for h in ({}, marked, marked)]
+    while sim.stats.in_flight < 3:
+        await asyncio.sleep(0.005)
+    assert await counts() == (1, {"g1": 2})
+    held[1].cancel()
+    while sim.stats.aborted < 1:
+        await asyncio.sleep(0.005)
+    assert await counts() == (1, {"g1": 1})
+    sim.freeze(False)
+    await asyncio.gather(held[0], held[2])
+    assert await counts() == (0, {})
+
+
+async def test_a_slow_start_refuses_until_it_is_there() -> None:
+    async with SimulatorServer(BASE) as first:
+        port = first.port
+    late = SimulatorServer(replace(BASE, start_delay_s=0.1), port)
+    starting = asyncio.create_task(late.start())
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+    await starting
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.close()
+    await late.stop()
+
+
 async def test_two_servers_with_one_seed_say_the_same() -> None:
     async def say(seed: int) -> str:
         async with SimulatorServer(replace(BASE, seed=seed)) as sim, httpx.AsyncClient(base_url=sim.url) as http:
@@ -250,6 +291,15 @@ async def test_a_crash_by_control_ends_the_process_with_1() -> None:
     async with command("--allow-control") as (process, url), httpx.AsyncClient(base_url=url) as http:
         assert (await http.post("/sim/fault", content=b"crash")).status_code == 200
         assert await process.wait() == 1
+
+
+def test_the_command_mounts_below_another() -> None:
+    root = typer.Typer()
+    root.add_typer(app, name="simulator")
+    shown = CliRunner().invoke(root, ["simulator", "--help"], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0
+    assert "--max-num-seqs" in shown.output
+    assert CliRunner().invoke(root, ["simulator", "--speed", "0"]).exit_code == 2
 
 
 def test_the_command_explains_itself_and_refuses_nonsense() -> None:
