@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -184,7 +185,7 @@ def sample(job: Job, exchange: Exchange, intended_at: float | None, began: float
     )  # fmt: skip
 
 
-def _place(job: Job) -> dict[str, int | str]:
+def _place(job: Job) -> dict[str, Any]:
     place, size = job.place, job.size
     return {
         "cell": place.cell, "concurrency": place.concurrency, "repeat": place.repeat, "wave": place.wave, "index": place.index,

@@ -46,7 +46,7 @@ class Vocabulary:
             tokenizer = Tokenizer.from_str(text)
         except (orjson.JSONDecodeError, AttributeError, ValueError) as error:
             raise PlanError(f"the backend's tokenizer cannot be used: {error}") from error
-        except Exception as error:  # noqa: BLE001 - the binding raises bare Exception for a tokenizer.json it cannot read
+        except Exception as error:  # the binding raises bare Exception for a file it cannot read
             raise PlanError(f"the backend's tokenizer cannot be read: {error}") from error
         return cls.of(tokenizer)
 
@@ -74,7 +74,7 @@ class Vocabulary:
 class Prompts:
     """Makes request bodies for one cell. `overhead` is what the chat template adds to a message, in tokens."""
 
-    def __init__(self, route: str, model: str, cell: Cell, vocabulary: Vocabulary, seed: int, overhead: int = 0) -> None:
+    def __init__(self, route: str, model: str, cell: Cell, vocabulary: Vocabulary, seed: str, overhead: int = 0) -> None:
         self._route, self._model, self._cell, self._vocabulary = route, model, cell, vocabulary
         self._seed, self._overhead = seed, overhead
         self._rng = Random(seed)  # noqa: S311 - a reproducible draw, not a secret

@@ -1,14 +1,12 @@
 """The raw samples: one line for each request that was sent, kept beside the record.
 
-Owns: the line format and the compressed file. Promises: a file appears whole under the name of its digest or not at all.
-Talks to: nobody. Times are seconds since the run began, on the client's monotonic clock.
+Owns: the line format and its compression. Promises: what was written is what is read, or `SamplesError` says why not.
+Talks to: nobody; `evidence.store` does the writing. Times are seconds since the run began, on the client's monotonic clock.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +21,6 @@ from gateway.qualify.stats import Sampled
 ErrorKind = Literal["connect", "identity", "reset", "truncated", "malformed", "status", "stream_error", "unfinished"]
 Status = Literal["ok", "error", "timeout", "cancelled"]
 MAX_SAMPLES_BYTES = 2 * 1024**3
-MAX_LINE_BYTES = 16 * 1024 * 1024
 
 
 class SamplesError(PlimsollError):
@@ -96,35 +93,16 @@ class RawSample:
 
 
 def sampled(samples: Iterable[RawSample], name: Literal["e2e_ms", "ttft_ms", "tpot_ms"]) -> Sampled:
-    """One metric of every sample that has it, with repeats and waves."""
-    rows = [(value, s.repeat, s.wave) for s in samples if (value := getattr(s, name)) is not None]
+    """One metric of every sample that has it, with its repeat, wave and kind."""
+    rows = [(value, s.repeat, s.wave, s.kind) for s in samples if (value := getattr(s, name)) is not None]
     return Sampled.of(rows)
 
 
-def write(samples: Iterable[RawSample], directory: Path) -> tuple[str, str]:
-    """Write `<digest>.jsonl.zst` into `directory`; its file name and hex digest. An interrupted write leaves nothing behind."""
-    digest = hashlib.sha256()
-    handle, name = tempfile.mkstemp(prefix=".samples-", suffix=".part", dir=directory)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            packer = zstandard.ZstdCompressor(level=9).compressobj()
-            for sample in samples:
-                _put(file.write, digest.update, packer.compress(orjson.dumps(asdict(sample)) + b"\n"))
-            _put(file.write, digest.update, packer.flush())
-            file.flush()
-            os.fsync(file.fileno())
-        final = f"{digest.hexdigest()}.jsonl.zst"
-        Path(name).replace(directory / final)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return final, digest.hexdigest()
-
-
-def _put(write: object, update: object, chunk: bytes) -> None:
-    if chunk:
-        write(chunk)  # type: ignore[operator]
-        update(chunk)  # type: ignore[operator]
+def encode(samples: Iterable[RawSample]) -> tuple[str, bytes]:
+    """The compressed lines, and the file name that holds their digest. The store writes them, whole or not at all."""
+    lines = b"".join(orjson.dumps(asdict(sample)) + b"\n" for sample in samples)
+    packed = zstandard.ZstdCompressor(level=9).compress(lines)
+    return f"{hashlib.sha256(packed).hexdigest()}.jsonl.zst", packed
 
 
 def read(path: Path, sha256: str | None = None) -> list[RawSample]:

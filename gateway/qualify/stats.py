@@ -14,7 +14,7 @@ Requests come in waves that share a batch inside the engine, and waves come in r
 they are not independent. The upper bound of a percentile is therefore the largest of three, each of which covers what
 the others miss:
   1. the order statistic of the binomial distribution, for the *effective* number of samples: n over the design effect of the
-     waves (variance of the tail share over wave totals, against independent draws; Kish 1965);
+     waves (Kish 1965), stratified by kind of wave;
   2. the bootstrap that draws repeats, and waves inside each (Efron 1979; Davison and Hinkley 1997, section 3.8);
   3. the Student t bound for the percentile of *one more repeat* like those measured: estimate + t s sqrt(1 + 1/R).
 There is no bound with fewer than three repeats, with too few effective samples for an order statistic to exist (59 for p95 and
@@ -25,6 +25,7 @@ machine that is never the same do not say how often it is slow.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -61,22 +62,26 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Values with the repeat and the wave each comes from. Wave numbers are unique over all repeats."""
+    """Values with the repeat, the wave and the kind of wave each comes from, numbered from 0; no two repeats share a wave."""
 
     values: Floats
     repeat: Ints
     wave: Ints
+    kind: Ints
 
     @classmethod
-    def of(cls, rows: list[tuple[float, int, int]]) -> Sampled:
-        """From (value, repeat, wave); repeats and waves are numbered afresh from 0."""
-        values, repeats, waves = (np.array(column) for column in zip(*rows, strict=True)) if rows else (np.array([]),) * 3
-        pairs = np.stack([repeats, waves], axis=1) if rows else np.empty((0, 2))
-        return cls(
-            values.astype(np.float64),
-            np.unique(repeats, return_inverse=True)[1].astype(np.int64),
-            np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64),
-        )
+    def of(cls, rows: Sequence[tuple[float, int, int, str]]) -> Sampled:
+        """From (value, repeat, wave, kind). A wave number that comes back in another repeat is another wave."""
+        values = np.array([row[0] for row in rows], dtype=np.float64)
+        repeat = _numbered([row[1] for row in rows])
+        kind = _numbered([row[3] for row in rows])
+        return cls(values, repeat, _numbered([(row[1], row[2], row[3]) for row in rows]), kind)
+
+
+def _numbered(labels: Sequence[object]) -> Ints:
+    """Each label as the place of its first appearance."""
+    places: dict[object, int] = {}
+    return np.array([places.setdefault(label, len(places)) for label in labels], dtype=np.int64)
 
 
 def percentile(sampled: Sampled, q: float, confidence: float, *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate | None:
@@ -85,7 +90,7 @@ def percentile(sampled: Sampled, q: float, confidence: float, *, seed: int = 0, 
     if not len(values):
         return None
     estimate = float(np.quantile(values, q))
-    effective = max(1, int(len(values) / design_effect(values > estimate, sampled.wave)))
+    effective = max(1, int(len(values) / design_effect(values > estimate, sampled)))
     rank = order_rank(effective, q, confidence)
     if rank is None or not _repeatable(sampled):
         return Estimate(estimate, None, effective)
@@ -96,14 +101,25 @@ def percentile(sampled: Sampled, q: float, confidence: float, *, seed: int = 0, 
     return Estimate(estimate, max(estimate, by_order, by_bootstrap, by_repeat), effective)
 
 
-def design_effect(tail: NDArray[np.bool_], wave: Ints) -> float:
-    """How many dependent samples are worth one independent sample, at least 1; from wave totals of being in the tail."""
+def design_effect(tail: NDArray[np.bool_], sampled: Sampled) -> float:
+    """How many of the samples are worth one independent sample, at least 1.
+
+    From the wave totals of being in the tail, around the share of their kind: the plan fixes how many waves of each kind there
+    are, so that a kind that is slow as a whole adds no chance (a stratified cluster sample).
+    """
     n, share = len(tail), float(tail.mean())
-    waves = int(wave.max()) + 1
-    if share in (0.0, 1.0) or waves < 2:
+    if share in (0.0, 1.0):
         return 1.0
-    excess = np.bincount(wave, tail, minlength=waves) - np.bincount(wave, minlength=waves) * share
-    variance = waves / (waves - 1) * float((excess**2).sum()) / n**2
+    waves = int(sampled.wave.max()) + 1
+    totals, sizes = np.bincount(sampled.wave, tail, minlength=waves), np.bincount(sampled.wave, minlength=waves)
+    kinds = _first_of(sampled.kind, sampled.wave, waves)
+    variance = 0.0
+    for kind in range(int(kinds.max()) + 1):
+        own = kinds == kind
+        count = int(own.sum())
+        if count > 1:
+            excess = totals[own] - sizes[own] * totals[own].sum() / sizes[own].sum()
+            variance += count / (count - 1) * float((excess**2).sum()) / n**2
     return max(1.0, variance * n / (share * (1 - share)))
 
 
@@ -199,19 +215,27 @@ def _repeatable(sampled: Sampled) -> bool:
 
 
 def _bootstrap(sampled: Sampled, q: float, confidence: float, seed: int, resamples: int) -> float:
-    """The `confidence` quantile of the q-quantile over resamples of repeats, and of waves inside each."""
+    """The `confidence` quantile of the q-quantile over resamples of repeats, and in each of the waves of each kind."""
     rng = np.random.default_rng(seed)
     repeats, waves = _repeats(sampled), int(sampled.wave.max()) + 1
-    home = np.zeros(waves, dtype=np.int64)
-    home[sampled.wave] = sampled.repeat
+    home, kind = (_first_of(labels, sampled.wave, waves) for labels in (sampled.repeat, sampled.kind))
     weights = np.zeros((resamples, waves))
     drawn = rng.integers(0, repeats, (resamples, repeats))
     for r in range(repeats):
-        members = np.flatnonzero(home == r)
         times = (drawn == r).sum(axis=1)
-        chances = np.full(len(members), 1 / len(members))
-        weights[:, members] = rng.multinomial(times * len(members), chances)
+        for k in range(int(kind.max()) + 1):
+            members = np.flatnonzero((home == r) & (kind == k))
+            if len(members):
+                chances = np.full(len(members), 1 / len(members))
+                weights[:, members] = rng.multinomial(times * len(members), chances)
     order = np.argsort(sampled.values)
     cumulative = np.cumsum(weights[:, sampled.wave[order]], axis=1)
     places = (cumulative >= q * cumulative[:, -1:]).argmax(axis=1)
     return float(np.quantile(sampled.values[order][places], confidence))
+
+
+def _first_of(labels: Ints, wave: Ints, waves: int) -> Ints:
+    """The label of each wave."""
+    found = np.zeros(waves, dtype=np.int64)
+    found[wave] = labels
+    return found
