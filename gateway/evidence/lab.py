@@ -13,13 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from gateway import policy
 from gateway.errors import PlimsollError
-from gateway.evidence.canonical import CanonicalError, digest
+from gateway.evidence.canonical import digest
 from gateway.evidence.identity import ObservedIdentity, identity_of
-from gateway.evidence.record import ALL_TRIGGERS, ASSUMPTION, instant, validate
+from gateway.evidence.record import ALL_TRIGGERS, ASSUMPTION, RecordError, instant, validate
 from gateway.evidence.target import Target
 from gateway.evidence.verdict import Verdict, evaluate
 
@@ -66,7 +64,7 @@ def run_fixture(fixture: Json) -> LabRow:
         target = Target.from_policy(policy.Target.model_validate(fixture["target"]))
         verdict = evaluate(record, observed, target, instant(fixture["now"]))
         return LabRow(name, fixture["expected"], verdict, fixture["explanation"])
-    except (KeyError, TypeError, ValueError, ValidationError, CanonicalError) as error:
+    except (KeyError, TypeError, ValueError, RecordError) as error:
         raise LabError(f"{name}: not a lab fixture: {error}") from error
 
 

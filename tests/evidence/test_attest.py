@@ -45,14 +45,16 @@ def make_config(model_dir, **overrides):
     """An object tree with vLLM's attribute names; `overrides` are dotted paths with __ for the dot."""
     root = SimpleNamespace(
         model_config=SimpleNamespace(
-            model=str(model_dir), tokenizer=str(model_dir), revision=None, dtype="bfloat16", quantization=None, max_model_len=2048,
-            served_model_name="tiny", enforce_eager=True, hf_token="hf-secret", get_diff_sampling_param=lambda: {"top_p": 0.9},
+            model=str(model_dir), tokenizer=str(model_dir), revision=None, dtype="bfloat16", quantization=None,
+            max_model_len=2048, served_model_name="tiny", enforce_eager=True, hf_token="hf-secret",
+            get_diff_sampling_param=lambda: {"top_p": 0.9},
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, enable_elastic_ep=False, _api_process_count=1,
             _api_process_rank=0, data_parallel_master_port=29500,
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048, enable_chunked_prefill=True, policy="fcfs"),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048, enable_chunked_prefill=True,
+            policy="fcfs"),
         cache_config=SimpleNamespace(
             block_size=16, gpu_memory_utilization=0.92, cache_dtype="auto", enable_prefix_caching=True, num_gpu_blocks=4096,
             kv_cache_size_tokens=65536,
