@@ -113,14 +113,22 @@ def _assistant(message: Message, built: Message) -> None:
 
 
 def _tool_call(call: Message) -> Message:
-    """Arguments become an object: templates expect one. What is not a JSON object becomes an empty one."""
-    function = dict(call["function"])
+    """Arguments become an object: templates expect one. What is not a JSON object becomes an empty one.
+
+    The order of keys matters, for templates print them: the server's model of a chat message sorts id, function, type
+    and arguments, name; a Responses call keeps name before arguments.
+    """
+    function = call["function"]
     try:
         arguments = json.loads(function.get("arguments") or "{}")
     except (ValueError, RecursionError):
         arguments = {}
-    function["arguments"] = arguments if isinstance(arguments, dict) else {}
-    return {**call, "function": function}
+    arguments = arguments if isinstance(arguments, dict) else {}
+    if call.get("from_responses"):
+        made = {"name": function["name"], "arguments": arguments}
+    else:
+        made = {"arguments": arguments, "name": function["name"]}
+    return {**({"id": call["id"]} if "id" in call else {}), "function": made, "type": "function"}
 
 
 def _without_billing(parts: list[Message]) -> list[Message]:
@@ -250,7 +258,7 @@ def _responses_messages(document: dict[str, Any]) -> list[Message]:
 def _responses_item(item: Message, built: list[Message], previous: Message | None) -> None:
     kind = item.get("type", "message")
     if kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function"}
+        call = {"id": item.get("call_id"), "from_responses": True}
         call["function"] = {"name": item["name"], "arguments": item["arguments"]}
         if previous is not None:
             previous.setdefault("tool_calls", []).append(call)
