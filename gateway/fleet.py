@@ -1,7 +1,7 @@
 """The backends of one policy: watched, judged against the records, warmed up, and put before the controller.
 
-Owns, for each backend, the watch, the last decision on its gate, the record it was last open under, which engine starts are
-warm, and the token counter made from its tokenizer. Promises: a gate follows its observation in the same instant; a closed
+Owns, for each backend, the watch, the last decision on its gate, the record it was last open under, and which engine
+starts are ready. Promises: a gate follows its observation in the same instant; a closed
 gate closes the connections' expected hash with it, so that nothing is dispatched over a connection that says otherwise; every
 change of identity is written to the retest ledger with the fields that differ. Talks to: `forward.watch`, `flow.gate`, the
 controller, `evidence.store`, the ledger and the metrics.
@@ -13,16 +13,22 @@ import asyncio
 import datetime as dt
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
+import orjson
+
 from gateway import policy as policies
+from gateway.counting import Counting
+from gateway.edge.tokens import Counter
 from gateway.evidence.record import Record
 from gateway.evidence.store import StoreReport
 from gateway.evidence.target import Target
+from gateway.flow.breaker import Result
 from gateway.flow.controller import Controller
 from gateway.flow.demand import Closed, Open
 from gateway.flow.gate import GateDecision, View, decide
+from gateway.forward.upstream import Upstream
 from gateway.forward.watch import Watch
 from gateway.observe.demand import Change
 from gateway.observe.metrics import Metrics
@@ -33,20 +39,22 @@ log = logging.getLogger("plimsoll.fleet")
 
 REVIEW_S = 5.0  # records expire without anything else happening
 RESTART_S = 1.0
+PROBE_S = 10.0
 
 
 class Berth:
     """One backend and all that is kept about it."""
 
-    __slots__ = ("decision", "drained", "previous", "task", "unreached", "views", "warm", "warming", "watch")
+    __slots__ = ("decision", "drained", "preparing", "previous", "probing", "ready", "task", "unreached", "views", "watch")
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.views: dict[str, View] = {}
         self.decision: GateDecision | None = None
         self.previous: Record | None = None  # in force when the gate was last open
-        self.warm: set[str] = set()  # engine starts that need no warm-up, or have had it
-        self.warming: asyncio.Task[None] | None = None
+        self.ready: set[str] = set()  # engine starts that are warm and whose tokenizer is here
+        self.preparing: asyncio.Task[None] | None = None
+        self.probing: asyncio.Task[None] | None = None
         self.unreached = 0  # how often the backend went away: stands in for an engine start that is not told
         self.drained = False
         self.task: asyncio.Task[None] | None = None
@@ -66,7 +74,7 @@ class Berth:
 class Fleet:
     """All backends. Everything here runs on the event loop; blocking work is for threads of others.
 
-    `on_identity(name)` is called when a backend shows an identity that was not there before (a tokenizer may be fetched).
+    `counting` makes the token counter that has to be there before a gate opens.
     """
 
     def __init__(
@@ -77,7 +85,7 @@ class Fleet:
         *,
         instance: str,
         key_of: Callable[[policies.Backend], str | None],
-        on_identity: Callable[[str], None],
+        counting: Counting,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -86,7 +94,7 @@ class Fleet:
         self._ledger = ledger
         self._instance = instance
         self._key_of = key_of
-        self._on_identity = on_identity
+        self._counting = counting
         self._clock = clock
         self._wall = wall
         self._store = StoreReport()
@@ -158,12 +166,12 @@ class Fleet:
             berth.views,
             previous=berth.previous,
             foreign_closes=berth.watch.config.foreign == "close",
-            warm=berth.engine in berth.warm,
+            ready=berth.engine in berth.ready,
             drained=berth.drained,
             now=now,
         )
-        if decision.needs_warm_up:
-            self._warm_up(name, berth, decision)
+        if decision.needs_preparation and decision.record is not None:
+            self._prepare(name, berth, decision.record)
         before, berth.decision = berth.decision, decision
         gate = decision.gate
         berth.watch.expected_hash = gate.hash if isinstance(gate, Open) else None
@@ -201,31 +209,80 @@ class Fleet:
         if not berth.watch.observation.reachable:
             berth.unreached += 1
         self.review(name)
-        if berth.watch.observation.identity is not None:
-            self._on_identity(name)
 
-    # Warm-up
+    # Before a gate opens
 
-    def _warm_up(self, name: str, berth: Berth, decision: GateDecision) -> None:
-        if berth.warming is not None or decision.record is None:
+    def _prepare(self, name: str, berth: Berth, record: Record) -> None:
+        """Have the token counter, then the warm-up; the next review finds the engine ready, or tries again."""
+        if berth.preparing is not None:
             return
-        engine, record = berth.engine, decision.record
+        engine, models = berth.engine, self._models_of(name)
 
-        async def warm() -> None:
+        async def prepare() -> None:
             try:
-                if await WarmUp(berth.watch, self._upstream_model(name), record).run():
-                    berth.warm.add(engine)
-                    log.info("backend %s: the engine is warm", name)
+                if await self._counting.learn(berth.watch, models) and await self._warm_up(berth, models, record):
+                    berth.ready.add(engine)
             finally:
-                berth.warming = None
-            if self.berths.get(name) is berth:
+                berth.preparing = None
+            if engine in berth.ready and self.berths.get(name) is berth:
                 self.review(name)
 
-        berth.warming = asyncio.create_task(warm())
+        berth.preparing = asyncio.create_task(prepare())
 
-    def _upstream_model(self, backend: str) -> str:
-        models = self._policy.models.items() if self._policy is not None else ()
-        return next((m.upstream_model or name for name, m in models if backend in m.backends), "")
+    async def _warm_up(self, berth: Berth, models: Mapping[str, policies.Model], record: Record) -> bool:
+        model = next((m.upstream_model or name for name, m in models.items()), "")
+        return await WarmUp(berth.watch, model, record).run()
+
+    def _models_of(self, backend: str) -> dict[str, policies.Model]:
+        models = self._policy.models if self._policy is not None else {}
+        return {name: model for name, model in models.items() if backend in model.backends}
+
+    # What the request path asks
+
+    def upstream(self, backend: str) -> Upstream:
+        """The connections to a backend."""
+        return self.berths[backend].watch.upstream
+
+    def progress(self, backend: str) -> int | None:
+        """Iterations of the backend's engine so far; None when not known."""
+        berth = self.berths.get(backend)
+        return berth.watch.iterations if berth is not None else None
+
+    def suspect(self, backend: str) -> None:
+        """A backend answered 500: one token of our own tells whether the engine is broken, or a request was odd."""
+        berth = self.berths.get(backend)
+        if berth is not None and berth.probing is None:
+            berth.probing = asyncio.create_task(self._probe(backend, berth))
+
+    async def _probe(self, name: str, berth: Berth) -> None:
+        try:
+            model = next((m.upstream_model or n for n, m in self._models_of(name).items()), "")
+            body = {"model": model, "prompt": [100], "max_tokens": 1}
+            answer = await berth.watch.post("/v1/completions", orjson.dumps(body), PROBE_S)
+            broken = answer is None or answer[0] >= 500
+            self._controller.report(name, Result.FAILURE if broken else Result.SUCCESS, self._clock())
+        finally:
+            berth.probing = None
+
+    def counter(self, model: str) -> Counter:
+        """Who counts a model's input tokens."""
+        return self._counting.of_first(self._backends_of(model))
+
+    def server_default(self, model: str) -> int | None:
+        """The output limit a model's server would give a chat that names none; None when it has none or none is known."""
+        for name in self._backends_of(model):
+            berth = self.berths.get(name)
+            identity = berth.watch.observation.identity if berth is not None else None
+            group = identity.document.get("model") if identity is not None else None
+            sampling = group.get("default_sampling") if isinstance(group, Mapping) else None
+            limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
+            if isinstance(limit, int) and limit > 0:
+                return limit
+        return None
+
+    def _backends_of(self, model: str) -> tuple[str, ...]:
+        found = self._policy.models.get(model) if self._policy is not None else None
+        return found.backends if found is not None else ()
 
     # Tasks
 
@@ -247,7 +304,7 @@ class Fleet:
 
     def _retire(self, name: str) -> None:
         berth = self.berths.pop(name)
-        for task in (berth.task, berth.warming):
+        for task in (berth.task, berth.preparing, berth.probing):
             if task is not None:
                 task.cancel()
 

@@ -34,7 +34,8 @@ class WarmUp:
 
     async def run(self) -> bool:
         """True when the engine is warm; False when a request failed, so that it is tried again."""
-        wanted = self._record.protocol.warmup_requests or 0
+        protocol = self._record.protocol
+        wanted = protocol.warmup_requests or 0 if protocol.warmup_state == "completed" else 0
         slices = [s for s in self._record.slices if s.task in ("generate", "pool")]
         if not wanted or not slices:
             return True

@@ -12,7 +12,7 @@ below that holds decides; what is unknown closes. Talks to: `evidence.verdict` f
 5. No slice qualifies for every model that uses it: no_qualified_record, with the first reason.
 6. Requests of others are in flight and the policy closes on that: backend_not_exclusive.
 7. An operator has taken it out: backend_unavailable.
-8. The engine has started since and is not warm yet: backend_unavailable.
+8. The engine has started since and is not ready yet (tokenizer, the record's warm-up): backend_unavailable.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GateDecision:
     changes: tuple[FieldChange, ...] = ()
     triggers: tuple[str, ...] = ()
     record: Record | None = None  # of this hash, where there is one; the warm-up and later comparisons follow it
-    needs_warm_up: bool = False  # nothing else keeps the gate closed
+    needs_preparation: bool = False  # nothing else keeps the gate closed
 
 
 def decide(
@@ -77,7 +77,7 @@ def decide(
     *,
     previous: Record | None,
     foreign_closes: bool,
-    warm: bool,
+    ready: bool,
     drained: bool,
     now: dt.datetime,
 ) -> GateDecision:
@@ -106,10 +106,10 @@ def decide(
     if drained:
         text = "an operator has taken the backend out of service"
         return _closed(Reason.BACKEND_UNAVAILABLE, text, judgements=judgements, record=record)
-    if not warm and record.protocol.warmup_state == "completed" and record.protocol.warmup_requests:
-        text = "the engine was started since and is being warmed up as in its record"
+    if not ready:
+        text = "the engine is new here: its tokenizer is fetched and the warm-up of its record is run"
         closed = _closed(Reason.BACKEND_UNAVAILABLE, text, SOON_S, judgements=judgements, record=record)
-        return replace(closed, needs_warm_up=True)
+        return replace(closed, needs_preparation=True)
     envelope = Envelope(qualified, _budget(seen, views), seen.identity.block_size or 16)
     return GateDecision(Open(envelope, seen.identity.hash or ""), judgements, record=record)
 

@@ -93,8 +93,7 @@ class Watch:
         self._client, self._base = http_client(config.url, self.upstream.endpoint, instance)
         self._sightings = Sightings()
         self._wake = asyncio.Event()
-        self._iterations: float | None = None
-        self.progressed_at: float | None = None  # when the engine's iteration counter was last seen to move; None: unknown
+        self.iterations: int | None = None  # of the engine, while something of ours is in flight; None: not known
 
     # Polling
 
@@ -122,7 +121,7 @@ class Watch:
         if self._busy():
             await self._poll_progress()
         else:
-            self._iterations = self.progressed_at = None
+            self.iterations = None
         self._publish(found)
 
     async def _identity(self) -> ObservedIdentity:
@@ -166,8 +165,7 @@ class Watch:
 
     async def _poll_progress(self) -> None:
         count = await self.metric(PROGRESS_METRIC)
-        if count is not None and count != self._iterations:
-            self._iterations, self.progressed_at = count, self._clock()
+        self.iterations = int(count) if count is not None else None
 
     # What the data path's connections saw
 
