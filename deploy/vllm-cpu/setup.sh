@@ -32,7 +32,7 @@ find_python() {
 
 system_packages() {
     local missing=()
-    ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
+    [[ $(ldconfig -p) == *libnuma.so.1* ]] || missing+=(libnuma1)
     command -v g++ >/dev/null || missing+=(g++) # torch compiles small kernels when a server is not started eager
     "$python" -c 'import ensurepip' 2>/dev/null || missing+=("$(basename "$(readlink -f "$python")")-venv")
     [ ${#missing[@]} -eq 0 ] && return

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,8 @@ class VllmServer:
         _signal_group(process.pid, signal.SIGKILL)
         process.wait(timeout=STOP_TIMEOUT_S)
         while group_alive(process.pid):
+            if time.monotonic() > deadline + STOP_TIMEOUT_S:
+                raise ServerFailed(f"processes of group {process.pid} outlived SIGKILL")
             time.sleep(0.05)
 
     def restart(self, *flags: str, environment: dict[str, str] | None = None, model: Path | None = None) -> None:
@@ -193,9 +196,18 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def group_alive(group: int) -> bool:
-    """Whether any process of this group still exists (a zombie that nobody waited for counts)."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    """Whether any process of this group still runs. A zombie that waits for its parent to look does not."""
+    return any(state not in "ZX" for state in map(_state_in(group), Path("/proc").glob("[0-9]*/stat")) if state)
+
+
+def _state_in(group: int) -> Callable[[Path], str]:
+    """A reader of /proc/PID/stat: the state letter when the process belongs to `group`, else nothing."""
+
+    def read(stat: Path) -> str:
+        try:
+            fields = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        return fields[0] if int(fields[2]) == group else ""
+
+    return read
