@@ -55,6 +55,11 @@ class ConnectFailed(Exception):
         super().__init__(message)
         self.kind = kind
 
+    @property
+    def may_retry(self) -> bool:
+        """Whether another try may help at once: the connection was refused, or led to something unexpected."""
+        return self.kind in (FailureKind.REFUSED, FailureKind.IDENTITY)
+
 
 @dataclass(frozen=True, slots=True)
 class UpstreamFailure:
@@ -403,6 +408,11 @@ class Upstream:
 
     def closed(self, connection: Connection) -> None:
         self.connections.discard(connection)
+
+    def give_back(self, connection: Connection) -> None:
+        """Return a connection that was taken and not used."""
+        if connection.reusable:
+            self.release(connection)
 
     def release(self, connection: Connection) -> None:
         if len(self._idle) >= self._max_idle:

@@ -1,0 +1,244 @@
+"""From a grant to an answer: the request goes out, the relay brings the answer back, and what it was is judged once.
+
+Owns: the choice between an idle and a new connection, the headers sent to a backend, and the translation of an end
+(whole, broken, stopped) into what the caller, the breaker and the account are told. Promises: a request is sent at most
+once unless the backend cannot have had it; a broken answer never looks whole. Talks to: `forward.upstream`,
+`forward.relay`, `responses`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway.edge import responses
+from gateway.edge.job import Job
+from gateway.errors import Outcome, Reason, Refusal, Refused
+from gateway.flow.breaker import Result
+from gateway.flow.grant import Grant
+from gateway.forward.account import Account, read_account
+from gateway.forward.relay import End, Relay
+from gateway.forward.sse import Scanner
+from gateway.forward.upstream import ConnectFailed, Connection, FailureKind, Headers, Upstream, UpstreamFailure
+from gateway.observe.metrics import Metrics
+
+_BUSY = frozenset({429, 503})  # a backend that has too much to do is not broken
+_OWN_VERDICT = frozenset({Reason.FIRST_TOKEN_TIMEOUT, Reason.STALL_TIMEOUT})  # of the deadlines, those that accuse it
+_TIMEOUTS: dict[Reason, str] = {
+    Reason.FIRST_TOKEN_TIMEOUT: "The model produced no token in time.",
+    Reason.STALL_TIMEOUT: "The model stopped producing tokens.",
+    Reason.EXECUTION_TIMEOUT: "The answer took longer than is allowed.",
+    Reason.CALLER_DEADLINE: "The time that the caller gave is over.",
+    Reason.DRAINING: "The gateway is shutting down.",
+    Reason.CLIENT_WRITE_TIMEOUT: "The caller did not read the answer.",
+}
+_VERSION = b"anthropic-version"
+
+
+class Backends(Protocol):
+    """The backends as the path uses them."""
+
+    def upstream(self, backend: str) -> Upstream:
+        """The connections to a backend."""
+
+    def progress(self, backend: str) -> int | None:
+        """Iterations of its engine so far; None when not known."""
+
+    def suspect(self, backend: str) -> None:
+        """It answered 500: have the gateway's own probe find out whether it is broken."""
+
+
+class Dispatch:
+    """Sends granted requests and concludes them."""
+
+    def __init__(self, backends: Backends, metrics: Metrics, attempt_ids: Callable[[], bytes]) -> None:
+        self._backends = backends
+        self._metrics = metrics
+        self._attempt_ids = attempt_ids
+
+    async def attempt(self, job: Job, grant: Grant) -> UpstreamFailure | ConnectFailed | None:
+        """One try. None when the caller has its answer; a failure that may be tried again otherwise. Raises Refused."""
+        upstream = self._backends.upstream(grant.backend)
+        job.exchange.attempts += 1
+        connection = upstream.take()
+        if connection is None:
+            try:
+                connection = await upstream.connect()
+            except ConnectFailed as failure:
+                return self._unreachable(grant, failure)
+        end = await self._send(job, grant, upstream, connection)
+        if isinstance(end, UpstreamFailure) and end.before_written:
+            grant.report(Result.FAILURE, time.monotonic())
+            return end
+        self._conclude(job, grant, end)
+        return None
+
+    def _unreachable(self, grant: Grant, failure: ConnectFailed) -> ConnectFailed:
+        if failure.kind is not FailureKind.IDENTITY:  # that closes the gate, which is more than a breaker does
+            grant.report(Result.FAILURE, time.monotonic())
+        return failure
+
+    async def _send(self, job: Job, grant: Grant, upstream: Upstream, connection: Connection) -> End:
+        parsed, exchange, route = job.parsed, job.exchange, job.incoming.route
+        assert parsed is not None and route is not None
+        now = time.monotonic()
+        if job.caller_due is not None and now >= job.caller_due:
+            upstream.give_back(connection)
+            return Reason.CALLER_DEADLINE
+        salt = job.tenant.cache_salt if route.task == "generate" and route.dialect != "anthropic" else None
+        body = parsed.forward(output_limit=job.limit_written, cache_salt=salt, user_key=job.rules.user_key)
+        kind = b"application/json" if parsed.form is None else job.incoming.fields[b"content-type"]
+        extra = b""
+        if route.dialect == "anthropic":
+            extra = b"anthropic-version: %b\r\n" % (job.incoming.fields.get(_VERSION) or b"2023-06-01")[:32]
+        relay = job.relay = Relay(
+            job.client,
+            Scanner(route.dialect, parsed.sequences),
+            stream=parsed.stream,
+            chunked=not job.incoming.http_1_0,
+            head_lines=lambda status, headers: self._stream_head(job, grant, status, headers),
+            on_first=grant.prefill_done,
+            on_gap=self._metrics.gaps(exchange.model).observe if parsed.stream else _ignore,
+        )
+        exchange.dispatched_at = now
+        job.dispatched = True
+        relay.dispatch(connection, upstream.request(job.incoming.path, self._attempt_ids(), kind, body, extra))
+        try:
+            return await relay.done
+        finally:
+            exchange.first_at, exchange.last_at = relay.first_at, relay.last_at
+
+    def _stream_head(self, job: Job, grant: Grant, status: int, headers: Headers) -> bytes:
+        job.exchange.status = status
+        chunked = not job.incoming.http_1_0
+        keep_alive = job.incoming.keep_alive and chunked
+        return responses.relayed_head(status, headers, self.ours(job, grant), None, chunked=chunked, keep_alive=keep_alive)
+
+    def ours(self, job: Job, grant: Grant | None) -> bytes:
+        """The lines of our own in an answer's head."""
+        exchange, rules = job.exchange, job.rules
+        lines = b"x-request-id: %b\r\n" % (exchange.client_request_id or exchange.request_id).encode()
+        if grant is not None:
+            record = grant.record[:16].encode()
+            lines += b"x-plimsoll-record: %b\r\nx-plimsoll-queue-ms: %d\r\n" % (record, int(grant.queue_s * 1000))
+            if job.limit_written is not None:
+                lines += b"x-plimsoll-max-tokens: %d\r\n" % job.limit_written
+        return lines + rules.cors.lines(job.incoming.fields.get(b"origin")) if rules.has_cors else lines
+
+    # What came of it
+
+    def _conclude(self, job: Job, grant: Grant, end: End) -> None:
+        relay = job.relay
+        if relay is None or isinstance(end, Reason):
+            self._stopped(job, grant, end if isinstance(end, Reason) else Reason.CALLER_DEADLINE)
+        elif isinstance(end, UpstreamFailure):
+            grant.report(Result.FAILURE, time.monotonic())
+            self.fail(job, Refusal(Reason.UPSTREAM_RESET, f"The backend's answer broke off: {end.message}."))
+        elif relay.stream:
+            self._streamed(job, grant, relay)
+        else:
+            self._held(job, grant, relay)
+
+    def _stopped(self, job: Job, grant: Grant, reason: Reason) -> None:
+        if reason in _OWN_VERDICT:
+            grant.report(Result.FAILURE, time.monotonic())
+        if reason is Reason.CLIENT_WRITE_TIMEOUT:
+            job.client.cut()
+        self.fail(job, Refusal(reason, _TIMEOUTS[reason]))
+        if reason is Reason.CLIENT_WRITE_TIMEOUT:
+            job.exchange.outcome = Outcome.CANCELLED
+
+    def _streamed(self, job: Job, grant: Grant, relay: Relay) -> None:
+        """A stream that ended as HTTP demands, and said so itself, or told its error."""
+        scanner, exchange = relay.scanner, job.exchange
+        exchange.response_bytes = relay.bytes_out
+        error = scanner is not None and scanner.error
+        if scanner is not None:
+            self._note(job, Account(scanner.input_tokens, scanner.output_tokens, error, scanner.error_code))
+        self._judge(job, grant, 200, error, scanner.error_code if scanner is not None else None)
+        self._finished(job, keep_alive=job.incoming.keep_alive and relay.chunked)
+
+    def _held(self, job: Job, grant: Grant, relay: Relay) -> None:
+        status, exchange = relay.status, job.exchange
+        if 300 <= status < 400:
+            grant.report(Result.IGNORED, time.monotonic())
+            self.fail(job, Refusal(Reason.UPSTREAM_ERROR, f"The backend answered with a redirect ({status})."))
+            return
+        body = b"".join(relay.held)
+        relay.held = []
+        keep_alive = job.incoming.keep_alive and not job.incoming.http_1_0
+        head = responses.relayed_head(
+            status, relay.headers, self.ours(job, grant), len(body), chunked=False, keep_alive=keep_alive
+        )
+        job.client.write(head + body)
+        exchange.status, exchange.response_bytes = status, len(body)
+        account = read_account(body) if status == 200 else Account(0, 0, True, None)
+        self._note(job, account)
+        self._judge(job, grant, status, account.error, account.code)
+        self._finished(job, keep_alive=keep_alive)
+
+    def _judge(self, job: Job, grant: Grant, status: int, error: bool, code: int | str | None) -> None:
+        """Outcome for the account and result for the breaker of an answer that reached the caller whole."""
+        exchange, now = job.exchange, time.monotonic()
+        if not error and status < 300:
+            grant.report(Result.SUCCESS, now)
+            return
+        exchange.reason = Reason.UPSTREAM_ERROR
+        exchange.outcome = Outcome.SERVED if 400 <= status < 500 else Outcome.FAILED
+        grant.report(Result.IGNORED, now)
+        if (status >= 500 and status not in _BUSY) or (status == 200 and code not in _BUSY):
+            self._backends.suspect(grant.backend)
+
+    def _note(self, job: Job, account: Account) -> None:
+        job.exchange.input_tokens, job.exchange.output_tokens = account.input_tokens, account.output_tokens
+
+    def fail(self, job: Job, refusal: Refusal) -> None:
+        """Tell the caller that a dispatched request has failed: as an answer, or as the last event of a stream."""
+        exchange, relay = job.exchange, job.relay
+        exchange.outcome, exchange.reason, exchange.message = Outcome.FAILED, refusal.reason, refusal.message
+        if relay is None or not relay.begun:
+            self.answer(job, refusal)
+            return
+        exchange.response_bytes = relay.bytes_out
+        scanner = relay.scanner
+        if scanner is not None:
+            assert job.incoming.route is not None
+            event = responses.error_event(refusal, job.incoming.route.dialect, scanner.events)
+            event = b"\n\n" + event if scanner.mid_event else event
+            job.client.write(b"%x\r\n%b\r\n" % (len(event), event) if relay.chunked else event)
+        self._finished(job, keep_alive=False)
+
+    def answer(self, job: Job, refusal: Refusal) -> None:
+        """Answer with an error, nothing having been sent so far."""
+        incoming, exchange = job.incoming, job.exchange
+        assert incoming.route is not None
+        exchange.status = responses.status_of(refusal.reason)
+        keep_alive = incoming.keep_alive and not incoming.http_1_0
+        ours = self.ours(job, job.grant if job.dispatched else None)
+        job.client.write(
+            responses.render(refusal, incoming.route.dialect, ours, jitter=jitter(), retries=job.retries, keep_alive=keep_alive)
+        )
+        self._finished(job, keep_alive=keep_alive)
+
+    @staticmethod
+    def _finished(job: Job, *, keep_alive: bool) -> None:
+        job.answered = True
+        job.client.finished(keep_alive=keep_alive)
+
+
+def unreachable(failure: UpstreamFailure | ConnectFailed) -> Refused:
+    """What a caller is told when no try got through."""
+    if isinstance(failure, ConnectFailed):
+        return Refused(Refusal(Reason.UPSTREAM_UNREACHABLE, "The backend cannot be reached.", retry_after_s=1.0))
+    return Refused(Refusal(Reason.UPSTREAM_RESET, f"The backend's answer broke off: {failure.message}."))
+
+
+def _ignore(_: float) -> None:
+    return None
+
+
+def jitter() -> float:
+    """In [0, 1)."""
+    return secrets.randbelow(1000) / 1000

@@ -1,0 +1,52 @@
+"""One request as it arrives, before anything is known of it but bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gateway.edge.keys import Principal
+    from gateway.edge.routes import Route
+
+
+class Incoming:
+    """Head and body of one request. `received_at`: monotonic seconds of its first byte.
+
+    `fields` holds the last value of each header (names in lower case); `headers` all of them in order. `route` and
+    `principal` are set once the request has been screened.
+    """
+
+    __slots__ = (
+        "body", "expects_continue", "fields", "head_done", "headers", "http_1_0", "keep_alive", "method", "principal",
+        "received_at", "route", "screened", "size", "target", "whole",
+    )  # fmt: skip
+
+    def __init__(self, received_at: float) -> None:
+        self.received_at = received_at
+        self.method = b""
+        self.target = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.fields: dict[bytes, bytes] = {}
+        self.body: list[bytes] = []
+        self.size = 0
+        self.keep_alive = False
+        self.http_1_0 = False
+        self.expects_continue = False
+        self.head_done = self.whole = self.screened = False
+        self.route: Route | None = None
+        self.principal: Principal | None = None
+
+    @property
+    def path(self) -> bytes:
+        """The raw path: the target without its query."""
+        return self.target.partition(b"?")[0]
+
+    @property
+    def websocket(self) -> bool:
+        """Whether it asks for a WebSocket."""
+        return self.fields.get(b"upgrade", b"").strip().lower() == b"websocket"
+
+    def take_body(self) -> bytes:
+        """The whole body; the pieces are let go."""
+        pieces, self.body = self.body, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -1,0 +1,96 @@
+"""One request under way: what has been found out about it, and the clocks that may end it.
+
+Owns the deadlines of one request after dispatch, as numbers that a ticker compares. Pure but for reading its relay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gateway import policy as policies
+from gateway.errors import Reason
+from gateway.flow import deadlines
+
+if TYPE_CHECKING:
+    from gateway.edge.body import Parsed
+    from gateway.edge.incoming import Incoming
+    from gateway.edge.protocol import PlimsollProtocol
+    from gateway.edge.rules import ModelPath, PathRules, TenantPath
+    from gateway.flow.grant import Grant
+    from gateway.forward.relay import Relay
+    from gateway.observe.exchange import Exchange
+
+_PATIENCE = (b"x-request-timeout", b"x-stainless-timeout", b"x-stainless-read-timeout")
+_WATCH_AFTER_S = 1.0  # of silence: from then on the engine's progress is sampled
+
+
+class Job:
+    """Everything known of one proxied request. `caller_due`: when its caller gives up, less what an answer needs."""
+
+    __slots__ = (
+        "answered", "caller_due", "client", "dispatched", "exchange", "grant", "incoming", "limit_written", "model",
+        "parsed", "progress", "progress_at", "relay", "retries", "rules", "tenant",
+    )  # fmt: skip
+
+    def __init__(
+        self, client: PlimsollProtocol, incoming: Incoming, rules: PathRules, tenant: TenantPath, exchange: Exchange
+    ) -> None:
+        self.client = client
+        self.incoming = incoming
+        self.rules = rules
+        self.tenant = tenant
+        self.exchange = exchange
+        self.model: ModelPath | None = None
+        self.parsed: Parsed | None = None
+        self.grant: Grant | None = None
+        self.relay: Relay | None = None
+        self.dispatched = False  # under the present grant
+        self.limit_written: int | None = None
+        self.answered = False
+        self.progress: int | None = None  # the engine's counter of iterations when it last moved
+        self.progress_at = 0.0
+        self.retries = retries_of(incoming.fields)
+        fields = incoming.fields
+        patience = deadlines.patience((fields.get(_PATIENCE[0]), fields.get(_PATIENCE[1]), fields.get(_PATIENCE[2])))
+        self.caller_due = deadlines.caller_deadline(incoming.received_at, patience)
+
+    def overdue(self, now: float, progress: Callable[[str], int | None]) -> Reason | None:
+        """The reason to end a dispatched request now; None to go on. `progress(backend)`: iterations of its engine."""
+        relay, sent = self.relay, self.exchange.dispatched_at
+        if relay is None or sent is None or relay.done.done():
+            return None
+        timeouts, paused_at = self.rules.timeouts, self.client.paused_at
+        if paused_at is not None and now >= paused_at + timeouts.client_write_s:
+            return Reason.CLIENT_WRITE_TIMEOUT
+        if self.caller_due is not None and now >= self.caller_due and not relay.begun:
+            return Reason.CALLER_DEADLINE
+        if now >= sent + timeouts.execution_s:
+            return Reason.EXECUTION_TIMEOUT
+        if relay.stream and relay.first_at is None and now >= sent + timeouts.first_token_s:
+            return Reason.FIRST_TOKEN_TIMEOUT
+        last = relay.last_at or sent
+        if (
+            paused_at is None
+            and now - last >= min(_WATCH_AFTER_S, timeouts.stall_s / 4)
+            and self._stalled(now, last, timeouts, progress)
+        ):
+            return Reason.STALL_TIMEOUT
+        return None
+
+    def _stalled(self, now: float, last: float, timeouts: policies.Timeouts, progress: Callable[[str], int | None]) -> bool:
+        """Silent for stall_s while the engine stood still. Where its progress is unknown, only a stream that had begun stalls."""
+        relay = self.relay
+        assert relay is not None
+        seen = progress(self.exchange.backend or "")
+        if seen is None:
+            return relay.stream and relay.first_at is not None and now - last >= timeouts.stall_s
+        if seen != self.progress:
+            self.progress, self.progress_at = seen, now
+        return now - max(last, self.progress_at) >= timeouts.stall_s
+
+
+def retries_of(fields: dict[bytes, bytes]) -> int:
+    """How often the caller's client has sent this before, by its own count; 0 when it does not say."""
+    value = fields.get(b"x-stainless-retry-count")
+    return int(value) if value is not None and len(value) < 4 and value.isdigit() else 0

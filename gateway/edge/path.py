@@ -1,0 +1,314 @@
+"""The data path: what happens to a proxied request, top to bottom in `DataPath.serve`.
+
+Owns: the requests under way, their account (each is counted exactly once), draining, and the 50 ms tick behind every
+deadline. Promises: a grant is settled exactly once, in a `finally` that cancellation cannot skip; a client that leaves
+ends its request wherever that is; at most one generation is started for one request.
+Talks to: `intake` (bytes to demand), the controller (demand to grant), `dispatch` (grant to answer), metrics, journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import count
+from typing import Protocol
+
+from gateway.edge import responses
+from gateway.edge.dispatch import Backends, Dispatch, jitter, unreachable
+from gateway.edge.incoming import Incoming
+from gateway.edge.intake import Intake
+from gateway.edge.job import Job, retries_of
+from gateway.edge.protocol import Bounds, PlimsollProtocol
+from gateway.edge.retry_budget import RetryBudget
+from gateway.edge.rules import PathRules, TenantPath
+from gateway.errors import Outcome, Reason, Refusal, Refused
+from gateway.flow.controller import Controller
+from gateway.flow.demand import Demand
+from gateway.flow.grant import Grant
+from gateway.forward.upstream import ConnectFailed, Upstream, UpstreamFailure
+from gateway.observe.exchange import Exchange
+from gateway.observe.metrics import Metrics
+
+TICK_S = 0.05
+_SWEEP_EVERY = 5  # ticks between two looks at idle connections
+_DRAINING = Refusal(Reason.DRAINING, "The gateway is shutting down.", retry_after_s=1.0)
+_NOBODY = TenantPath("", 1.0, "", 0, None, lambda _: None, "")
+
+
+class Journal(Protocol):
+    """Where each request's account is written."""
+
+    def write(self, exchange: Exchange) -> None: ...
+
+
+class DataPath:
+    """One instance a process; the `Front` of every client connection. `rules` is replaced when the policy is reloaded."""
+
+    def __init__(
+        self,
+        rules: PathRules,
+        bounds: Bounds,
+        *,
+        controller: Controller,
+        intake: Intake,
+        backends: Backends,
+        metrics: Metrics,
+        journal: Journal,
+        retries: RetryBudget,
+        upstreams: Callable[[], Iterable[Upstream]],
+    ) -> None:
+        self.rules = rules
+        self.bounds = bounds
+        self.buffered_bytes = 0
+        self.draining = False
+        self.jobs: set[Job] = set()
+        self.connections: set[PlimsollProtocol] = set()
+        self._per_address: dict[str, int] = {}
+        self._controller = controller
+        self._intake = intake
+        self._backends = backends
+        self._metrics = metrics
+        self._journal = journal
+        self._retries = retries
+        self._upstreams = upstreams
+        self._numbers = count(1)
+        self._prefix = secrets.token_hex(6)
+        self._dispatch = Dispatch(backends, metrics, self._attempt_id)
+        self._ticks = 0
+        self._quiet = asyncio.Event()  # draining, and nothing runs any more
+
+    # The request path
+
+    async def serve(self, client: PlimsollProtocol, incoming: Incoming) -> None:
+        """One proxied request: read, describe, admit, send, account. The key and the route were checked at its head."""
+        job = self._open(client, incoming)
+        try:
+            parsed = await self._intake.read(job)  # decode, parse; the model is one this tenant may use
+            demand = await self._intake.demand(job, parsed, time.monotonic())  # the shape: bounded, or counted
+            grant = await self._admit(job, demand)  # one qualified slice holds it and everything in flight
+            failure = await self._dispatch.attempt(job, grant)  # an idle or a new connection; the relay answers
+            if failure is not None:  # the backend cannot have had it: once more, where the budget allows
+                grant = await self._admit(job, self._again(job, grant, demand, failure))
+                failure = await self._dispatch.attempt(job, grant)
+                self._metrics.retry(grant.backend, "served" if failure is None else "failed")
+            if failure is not None:
+                raise unreachable(failure)
+        except Refused as refused:
+            self._turn_down(job, refused.refusal)
+        except asyncio.CancelledError:
+            self._departed(job)
+        finally:
+            self._close(job)
+
+    async def _admit(self, job: Job, demand: Demand) -> Grant:
+        """Wait for the grant where it is not to be had at once. Raises Refused."""
+        answer = self._controller.request(demand, time.monotonic())
+        if isinstance(answer, Refusal):
+            raise Refused(answer)
+        if not isinstance(answer, Grant):
+            entered = time.monotonic()
+            try:
+                answer = await self._controller.wait(answer)
+            finally:
+                job.exchange.queue_s += time.monotonic() - entered
+        exchange = job.exchange
+        exchange.admitted_at = time.monotonic()
+        exchange.backend, exchange.record = answer.backend, answer.record
+        exchange.composition = answer.composition()
+        job.grant, job.dispatched = answer, False
+        self._retries.request(exchange.admitted_at)
+        return answer
+
+    def _again(self, job: Job, grant: Grant, demand: Demand, failure: UpstreamFailure | ConnectFailed) -> Demand:
+        """The demand for the second try, on another backend if there is one. Raises Refused when there is no second try."""
+        now = time.monotonic()
+        self._settle(job, now)
+        if isinstance(failure, ConnectFailed) and not failure.may_retry:
+            raise unreachable(failure)
+        if not self._retries.take(now):
+            self._metrics.retry(grant.backend, "no_budget")
+            raise unreachable(failure)
+        others = tuple(name for name in demand.backends if name != grant.backend)
+        return demand._replace(backends=others or demand.backends)
+
+    # Beginning and end
+
+    def _open(self, client: PlimsollProtocol, incoming: Incoming) -> Job:
+        exchange = self._exchange(client, incoming)
+        rules, principal = self.rules, incoming.principal
+        tenant = rules.tenants.get(principal.tenant or "", _NOBODY) if principal is not None else _NOBODY
+        exchange.tenant, exchange.priority_class = tenant.name, tenant.priority_class
+        job = Job(client, incoming, rules, tenant, exchange)
+        self.jobs.add(job)
+        return job
+
+    def _exchange(self, client: PlimsollProtocol, incoming: Incoming | None) -> Exchange:
+        started = incoming.received_at if incoming is not None else time.monotonic()
+        route = incoming.route.name if incoming is not None and incoming.route is not None else "unknown"
+        exchange = Exchange(f"req-{self._prefix}{next(self._numbers):x}", route, started)
+        exchange.peer = client.address
+        if incoming is not None:
+            if incoming.principal is not None:
+                exchange.key_id, exchange.tenant = incoming.principal.id, incoming.principal.tenant
+            client_id = incoming.fields.get(b"x-request-id")
+            if client_id is not None:
+                exchange.client_request_id = responses.acceptable_id(client_id)
+        return exchange
+
+    def _turn_down(self, job: Job, refusal: Refusal) -> None:
+        exchange = job.exchange
+        exchange.outcome = Outcome.FAILED if exchange.attempts else Outcome.REFUSED
+        exchange.reason, exchange.message = refusal.reason, refusal.message
+        self._dispatch.answer(job, refusal)
+
+    def _departed(self, job: Job) -> None:
+        """The client has left. What its backend is still generating is stopped."""
+        if job.answered:
+            return
+        job.answered = True
+        if job.relay is not None:
+            job.relay.abandon()
+        exchange = job.exchange
+        exchange.outcome, exchange.reason, exchange.status = Outcome.CANCELLED, Reason.CLIENT_CLOSED, 499
+        job.client.finished(keep_alive=False)
+
+    def _close(self, job: Job) -> None:
+        """Give back what was reserved and write the account; also after a defect, which is then the caller's 500."""
+        now = time.monotonic()
+        if not job.answered:
+            if job.relay is not None:
+                job.relay.abandon()
+            self._dispatch.fail(job, Refusal(Reason.INTERNAL_ERROR, "Something went wrong inside the gateway."))
+        self._settle(job, now)
+        self._account(job.exchange, now)
+        self.jobs.discard(job)
+        if self.draining and not self.jobs:
+            self._quiet.set()
+
+    def _settle(self, job: Job, now: float) -> None:
+        """Exactly once a grant: at what was used where that is known, at what was delivered where it broke off."""
+        grant, job.grant = job.grant, None
+        if grant is None:
+            return
+        if not job.dispatched:
+            grant.give_back(now)
+            return
+        exchange, relay = job.exchange, job.relay
+        if exchange.input_tokens is None and relay is not None and relay.stream and relay.scanner is not None:
+            exchange.usage_estimated = True
+            exchange.events = relay.scanner.events
+            shape = grant.shape
+            exchange.input_tokens = shape.sequences * shape.input_tokens if relay.first_at is not None else 0
+            exchange.output_tokens = relay.scanner.content_events
+        grant.settle(now, exchange.input_tokens, exchange.output_tokens)
+
+    def _account(self, exchange: Exchange, now: float) -> None:
+        exchange.ended_at = now
+        self._metrics.finish(exchange)
+        self._journal.write(exchange)
+
+    def _attempt_id(self) -> bytes:
+        """An id that no other request to any backend bears."""
+        return b"%b-%x" % (self._prefix.encode(), next(self._numbers))
+
+    # What the connections ask
+
+    def screen(self, client: PlimsollProtocol, incoming: Incoming) -> Refusal | bytes | None:
+        """Judge a head: None to go on, a refusal, or the whole answer to a preflight."""
+        rules = self.rules
+        if rules.has_cors and incoming.method == b"OPTIONS" and b"access-control-request-method" in incoming.fields:
+            answer = rules.cors.preflight(incoming.fields.get(b"origin"), b"")
+            if answer is not None:
+                return answer
+        refusal = self._intake.screen(incoming, rules, client.address, incoming.received_at)
+        if refusal is None and self.draining and incoming.route is not None and incoming.route.kind == "proxy":
+            return _DRAINING
+        return refusal
+
+    def refuse(self, client: PlimsollProtocol, incoming: Incoming | None, refusal: Refusal) -> bytes:
+        """The bytes of a refusal before any work was done; it is accounted for here."""
+        exchange = self._exchange(client, incoming)
+        exchange.outcome, exchange.reason, exchange.message = Outcome.REFUSED, refusal.reason, refusal.message
+        exchange.status = responses.status_of(refusal.reason)
+        self._account(exchange, time.monotonic())
+        ours = b"x-request-id: %b\r\n" % (exchange.client_request_id or exchange.request_id).encode()
+        fields = incoming.fields if incoming is not None else {}
+        if self.rules.has_cors:
+            ours += self.rules.cors.lines(fields.get(b"origin"))
+        route = incoming.route if incoming is not None else None
+        allow = route.method.encode() if route is not None and refusal.reason is Reason.METHOD_NOT_ALLOWED else None
+        dialect = route.dialect if route is not None else "openai"
+        return responses.render(
+            refusal, dialect, ours, jitter=jitter(), retries=retries_of(fields), keep_alive=False, allow=allow
+        )
+
+    def departed(self, client: PlimsollProtocol, incoming: Incoming) -> None:
+        """A client left before its request was whole."""
+        exchange = self._exchange(client, incoming)
+        exchange.outcome, exchange.reason, exchange.status = Outcome.CANCELLED, Reason.CLIENT_CLOSED, 499
+        self._account(exchange, time.monotonic())
+
+    def connected(self, client: PlimsollProtocol) -> bool:
+        """Count a connection; False when there are too many, from everywhere or from its address."""
+        self.connections.add(client)
+        address, bounds = client.address or "", self.bounds
+        self._per_address[address] = there = self._per_address.get(address, 0) + 1
+        per_address = bounds.max_connections_per_address
+        return len(self.connections) <= bounds.max_connections and (per_address is None or there <= per_address)
+
+    def disconnected(self, client: PlimsollProtocol) -> None:
+        """Forget a connection."""
+        if client not in self.connections:
+            return
+        self.connections.discard(client)
+        address = client.address or ""
+        left = self._per_address[address] - 1
+        if left:
+            self._per_address[address] = left
+        else:
+            del self._per_address[address]
+
+    # Time
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick(time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """Look at every clock once."""
+        self._controller.sweep(now)
+        progress = self._backends.progress
+        for job in list(self.jobs):
+            reason = job.overdue(now, progress)
+            if reason is not None and job.relay is not None:
+                job.relay.stop(reason)
+        self._ticks += 1
+        if self._ticks % _SWEEP_EVERY == 0:
+            for upstream in self._upstreams():
+                upstream.sweep(now)
+            for client in list(self.connections):
+                client.sweep(now)
+
+    async def drain(self, deadline: float) -> None:
+        """Take no more work, let what runs finish until `deadline` (monotonic), then end it with an error of its own."""
+        self.draining = True
+        self._controller.drain(_DRAINING)
+        for client in list(self.connections):
+            if not client.busy:
+                client.shutdown()
+        if self.jobs:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._quiet.wait()
+        for job in list(self.jobs):
+            if job.relay is not None:
+                job.relay.stop(Reason.DRAINING)
+            else:
+                job.client.leave()
+        if self.jobs:
+            await self._quiet.wait()

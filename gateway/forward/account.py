@@ -1,0 +1,57 @@
+"""What a whole answer says of itself: tokens used, and whether it is an error in the clothes of a 200. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import orjson
+
+MAX_PARSED_BYTES = 65_536  # of a longer answer (embeddings, many choices) only its end is searched
+_USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_ERROR_START = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
+
+
+class Account(NamedTuple):
+    """Tokens are None where the answer does not say. `error`: the answer is an error object; `code` is what it gives."""
+
+    input_tokens: int | None
+    output_tokens: int | None
+    error: bool
+    code: int | str | None
+
+
+def read_account(body: bytes) -> Account:
+    """Of a response body that came with status 200: JSON of any API that is proxied, or text."""
+    if len(body) > MAX_PARSED_BYTES:
+        return _searched(body)
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:  # NaN, or not JSON at all: text, srt, vtt
+        return _searched(body)
+    if not isinstance(document, dict):
+        return Account(None, None, False, None)
+    error = document.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return Account(*_tokens(document.get("usage")), bool(error), code)
+
+
+def _searched(body: bytes) -> Account:
+    error = _ERROR_START.match(body) is not None
+    found = _USAGE.findall(body, max(0, len(body) - 4096))
+    if not found:
+        return Account(None, None, error, None)
+    try:
+        usage = orjson.loads(found[-1])
+    except orjson.JSONDecodeError:
+        usage = None
+    return Account(*_tokens(usage), error, None)
+
+
+def _tokens(usage: object) -> tuple[int | None, int | None]:
+    """(input, output) under any of their names; an API without output (embeddings) has used 0 of it."""
+    if not isinstance(usage, dict):
+        return None, None
+    read = usage.get("prompt_tokens", usage.get("input_tokens"))
+    written = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    return (read if isinstance(read, int) else None), (written if isinstance(written, int) else None)

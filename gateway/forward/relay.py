@@ -1,0 +1,245 @@
+"""One answer on its way from a backend to a client, pushed: what the backend's socket brings is written at once.
+
+Owns: the decision between passing on (event streams) and holding (everything else, within a bound), chunked framing,
+backpressure in both directions, and coalescing of what comes faster than anyone reads. Promises: bytes of a stream are
+not changed; nothing that did not end whole is made to look so; `done` is resolved exactly once.
+Talks to: a `Client` to write to, the `Connection` it drains, a `Scanner` that reads along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Protocol
+
+from gateway.errors import Reason
+from gateway.forward.sse import Scanner
+from gateway.forward.upstream import Connection, FailureKind, Headers, UpstreamFailure
+
+COALESCE_S = 0.001  # reads closer than this are gathered for as long; streams at a model's pace never are
+MAX_HELD_BYTES = 33_554_432
+LAST_CHUNK = b"0\r\n\r\n"
+_DONE = b"data: [DONE]"
+_UNFINISHED = UpstreamFailure(FailureKind.TRUNCATED, False, "the stream ended without a finish reason")
+_TOO_LONG = UpstreamFailure(FailureKind.MALFORMED, False, f"the answer is larger than {MAX_HELD_BYTES} bytes")
+
+
+class Brake(Protocol):
+    """What produces the bytes that a slow client does not take."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Client(Protocol):
+    """Where the answer goes. `brake` is told to pause and resume as the client takes the bytes."""
+
+    brake: Brake | None
+
+    def write(self, data: bytes) -> None: ...
+
+
+class Whole(Enum):
+    """The backend's answer has ended as it should."""
+
+    WHOLE = auto()
+
+
+End = Whole | UpstreamFailure | Reason
+"""How a relay ends: whole, broken by the backend, or stopped by us for a reason."""
+
+
+class Relay:
+    """The sink of one dispatched request.
+
+    `head_lines(status, headers)` makes the response's head when the first byte of a stream is passed on. `on_first` is
+    called at the first content, `on_gap` with the seconds between later reads that bring content. With `stream` False
+    nothing is passed on: the caller finds status, headers and `held` when `done` is resolved.
+    """
+
+    __slots__ = (
+        "_connection", "_full", "_head_lines", "_loop", "_on_first", "_on_gap", "_read_at", "_size", "_timer", "begun",
+        "bytes_out", "chunked", "client", "done", "first_at", "headers", "held", "last_at", "scanner", "status", "stream",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        client: Client,
+        scanner: Scanner,
+        *,
+        stream: bool,
+        chunked: bool,
+        head_lines: Callable[[int, Headers], bytes],
+        on_first: Callable[[], None],
+        on_gap: Callable[[float], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[End] = self._loop.create_future()
+        self.client = client
+        self.scanner: Scanner | None = scanner
+        self.stream = stream
+        self.chunked = chunked
+        self.status = 0
+        self.headers: Headers = []
+        self.held: list[bytes] = []
+        self.begun = False  # bytes of the answer are with the client
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.bytes_out = 0
+        self._connection: Connection | None = None
+        self._head_lines = head_lines
+        self._on_first = on_first
+        self._on_gap = on_gap
+        self._size = 0
+        self._full = False
+        self._read_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def dispatch(self, connection: Connection, request: bytes) -> None:
+        """Send the request; from here on the connection belongs to this relay until `done`."""
+        self._connection = connection
+        self.client.brake = self
+        connection.send(request, self)
+
+    def stop(self, reason: Reason) -> None:
+        """End it from our side: the backend's connection is dropped, so that it stops generating."""
+        if not self.done.done():
+            self._drop()
+            self.done.set_result(reason)
+
+    def abandon(self) -> None:
+        """Nobody waits for the end any more."""
+        self._drop()
+        self.done.cancel()
+
+    # The sink's side
+
+    def head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        if not self.stream:
+            return
+        fields = dict(headers)
+        self.stream = status == 200 and fields.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        if fields.get(b"content-encoding", b"identity").lower() != b"identity":
+            self.scanner = None  # it cannot be read along
+
+    def data(self, data: bytes) -> None:
+        now = time.monotonic()
+        if not self.stream:
+            self._hold(data, now)
+            return
+        scanner = self.scanner
+        if scanner is None:
+            self._content(now)
+        else:
+            seen = scanner.content_events
+            scanner.feed(data)
+            if scanner.content_events != seen:
+                self._content(now)
+            if scanner.done and not scanner.whole and not scanner.error:
+                self._false_end(data)
+                return
+        self._pass(data)
+        if now - self._read_at < COALESCE_S:
+            self._gather()
+        self._read_at = now
+
+    def end(self) -> None:
+        self._let_go()
+        if not self.stream:
+            self._resolve(Whole.WHOLE)
+            return
+        scanner = self.scanner
+        if scanner is not None:
+            scanner.close()
+            if not scanner.whole and not scanner.error:
+                self._resolve(_UNFINISHED)
+                return
+        if not self.begun:
+            self._pass(b"")
+        if self.chunked:
+            self.client.write(LAST_CHUNK)
+        self._resolve(Whole.WHOLE)
+
+    def lost(self, failure: UpstreamFailure) -> None:
+        self._let_go()
+        self._resolve(failure)
+
+    # Backpressure: two reasons to hold the backend back, the client's buffer and the gathering of small reads
+
+    def pause(self) -> None:
+        self._full = True
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        self._full = False
+        if self._timer is None and self._connection is not None:
+            self._connection.resume()
+
+    def _gather(self) -> None:
+        if self._timer is None and self._connection is not None:
+            self._connection.pause()
+            self._timer = self._loop.call_later(COALESCE_S, self._gathered)
+
+    def _gathered(self) -> None:
+        self._timer = None
+        if not self._full and self._connection is not None:
+            self._connection.resume()
+
+    # Inside
+
+    def _content(self, now: float) -> None:
+        if self.first_at is None:
+            self.first_at = now
+            self._on_first()
+        elif self.last_at is not None:
+            self._on_gap(now - self.last_at)
+        self.last_at = now
+
+    def _pass(self, data: bytes) -> None:
+        self.bytes_out += len(data)
+        if self.chunked and data:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if not self.begun:
+            self.begun = True
+            data = self._head_lines(self.status, self.headers) + data
+        self.client.write(data)
+
+    def _hold(self, data: bytes, now: float) -> None:
+        if self.first_at is None:
+            self.first_at = now
+            self._on_first()
+        self.last_at = now
+        self._size += len(data)
+        self.held.append(data)
+        if self._size > MAX_HELD_BYTES:
+            self.held = []
+            self._drop()
+            self._resolve(_TOO_LONG)
+
+    def _false_end(self, data: bytes) -> None:
+        """`[DONE]` without a finish reason: what comes before it is passed on, the claim is not."""
+        at = data.rfind(_DONE)
+        if at > 0:
+            self._pass(data[:at])
+        self._drop()
+        self._resolve(_UNFINISHED)
+
+    def _drop(self) -> None:
+        connection = self._connection
+        self._let_go()
+        if connection is not None:
+            connection.abort()
+
+    def _let_go(self) -> None:
+        self._connection = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _resolve(self, end: End) -> None:
+        if not self.done.done():
+            self.done.set_result(end)
