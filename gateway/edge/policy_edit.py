@@ -6,6 +6,7 @@ replaces the old one, at once and with the old file's mode; a text that another 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from pathlib import Path
@@ -81,7 +82,8 @@ def replace(path: Path, old: str, new: str) -> None:
             os.fsync(file.fileno())
         part.replace(target)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise PolicyError(f"{path}: cannot be written: {error}") from error
 
 

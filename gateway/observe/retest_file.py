@@ -6,6 +6,7 @@ aside under another name and said so, it never keeps the gateway from starting. 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -48,7 +49,8 @@ def save(path: Path, document: dict[str, Any]) -> bool:
         part.replace(path)
     except OSError as error:
         log.error("the retest ledger cannot be written to %s: %s", path, error)
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         return False
     return True
 

@@ -166,7 +166,9 @@ def with_history(world: World) -> World:
     for n in range(14):
         reason, message, status, asked, output = said[n % len(said)]
         exchange = Exchange(f"req-{n:024x}", "chat", 100.0 + n)
-        exchange.tenant, exchange.model, exchange.priority_class = ("acme", "tiny", "interactive") if n % 3 else ("zeta", "tiny", "batch")
+        exchange.tenant, exchange.model, exchange.priority_class = (
+            ("acme", "tiny", "interactive") if n % 3 else ("zeta", "tiny", "batch")
+        )
         exchange.shape = Shape("generate", frozenset(), asked, output, 1)
         exchange.reason, exchange.message, exchange.status = reason, message, status
         exchange.outcome, exchange.ended_at = type(exchange.outcome).REFUSED, 100.5 + n
@@ -174,7 +176,9 @@ def with_history(world: World) -> World:
         world.journal.write(exchange)
     for n in range(200):
         world.ledger.note("tiny", "a", HASH, Axis.INPUT, Shape("generate", frozenset(), 2100 + 37 * n, 128, 1), 1.7e9 + n)
-        world.ledger.note("tiny", "a", HASH, Axis.CONCURRENCY, Shape("generate", frozenset(), 300, 64, 1), 1.7e9 + n, wanted=9 + n % 23)
+        world.ledger.note(
+            "tiny", "a", HASH, Axis.CONCURRENCY, Shape("generate", frozenset(), 300, 64, 1), 1.7e9 + n, wanted=9 + n % 23
+        )
     world.ledger.changed(Change(1.7e9, "tiny", "b", HASH, "sha256:" + "9a" * 32, ("scheduler.max_num_seqs", "model.dtype")))
     return world
 
@@ -192,7 +196,7 @@ async def serving(app: Any) -> AsyncIterator[str]:
             task.result()
         await asyncio.sleep(0.005)
     try:
-        yield "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         await task
