@@ -71,7 +71,7 @@ class IdentityMiddleware:
         self._app = app
         self._versions = versions
         self._hardware = hardware
-        self._start_id = secrets.token_hex(16)
+        self._start_id: str | None = None
         self._started_at = time.time()
         self._document: dict[str, Json] | None = None
         self._hash: bytes | None = None
@@ -173,6 +173,7 @@ class IdentityMiddleware:
         versions = self._versions if self._versions is not None else host.read_versions()
         hardware = self._hardware if self._hardware is not None else host.read_hardware(effective.device_count(vllm_config))
         document = effective.configuration(vllm_config, getattr(state, "args", None), versions, hardware)
+        self._start_id = host.engine_start_id(effective.api_processes(vllm_config))
         self._document, self._hash = document, digest(document).encode("ascii")
 
     def _identity(self, state: object, document: dict[str, Json]) -> dict[str, Json]:
@@ -231,4 +232,6 @@ def _path(scope: Scope) -> str:
 
 def _tokenizer(state: object) -> dict[str, Json]:
     directory = effective.tokenizer_directory_of(getattr(state, "vllm_config", None))
-    return model_files.tokenizer_bundle(directory, effective.given_template(getattr(state, "args", None)))
+    args = getattr(state, "args", None)
+    bundle = model_files.tokenizer_bundle(directory, effective.given_template(args))
+    return {**bundle, "chat_template_kwargs": effective.plain(getattr(args, "default_chat_template_kwargs", None) or {})}

@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path, PurePath
 
 from gateway.evidence import model_files
-from gateway.evidence.fields import ENVIRONMENT, FIELDS
+from gateway.evidence.fields import ENVIRONMENT, FIELDS, SERVING
 from gateway.evidence.model_files import UNKNOWN
 from gateway.evidence.plain_json import MAX_SAFE_INT, Json, digest
 
@@ -75,6 +75,8 @@ def configuration(
     document["lora"] = {**_group(document, "lora"), "adapters": _static_adapters(args)}
     if resolve(vllm_config, "parallel_config.enable_elastic_ep") is True:  # the size may change while the process lives
         document["parallelism"] = {**_group(document, "parallelism"), "data_parallel_size": UNKNOWN}
+    document["speculation"] = {**_group(document, "speculation"), "files": _draft_files(vllm_config)}
+    document["serving"] = {name: plain(getattr(args, name, UNKNOWN)) for name in SERVING}
     document["environment"] = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     document["versions"] = dict(versions)
     document["hardware"] = dict(hardware)
@@ -112,6 +114,11 @@ def device_count(vllm_config: object) -> int | None:
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     sizes = [resolve(vllm_config, f"parallel_config.{name}") for name in names]
     return math.prod(size for size in sizes if isinstance(size, int)) if all(isinstance(s, int) for s in sizes) else None
+
+
+def api_processes(vllm_config: object) -> object:
+    """How many processes serve the API of this engine; "unknown" where vLLM does not tell."""
+    return resolve(vllm_config, "parallel_config._api_process_count")
 
 
 def capabilities(vllm_config: object) -> dict[str, Json]:
@@ -192,14 +199,19 @@ def _adapter(module: object) -> Json:
     name, path = getattr(module, "name", None), getattr(module, "path", None)
     if not isinstance(name, str) or not isinstance(path, str):
         return UNKNOWN
-    directory = Path(path)
+    return {"name": name, "files": _artifact(Path(path), "adapter_config.json")}
+
+
+def _draft_files(vllm_config: object) -> Json:
+    """Digests of a draft model's files; None without one, "unknown" when it is not a directory on this server."""
+    model = resolve(vllm_config, "speculative_config.model")
+    return _artifact(Path(model), "config.json") if isinstance(model, str) else None
+
+
+def _artifact(directory: Path, config: str) -> Json:
     if not directory.is_dir():
-        return {"name": name, "files": UNKNOWN}
-    files: dict[str, Json] = {
-        "adapter_config.json": model_files.file_digest(directory / "adapter_config.json"),
-        "weights": model_files.weights_digest(directory),
-    }
-    return {"name": name, "files": files}
+        return UNKNOWN
+    return {config: model_files.file_digest(directory / config), "weights": model_files.weights_digest(directory)}
 
 
 def _group(document: Mapping[str, Json], name: str) -> dict[str, Json]:

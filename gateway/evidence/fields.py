@@ -1,6 +1,6 @@
 """Which fields make up the configuration document, and where vLLM keeps them.
 
-Owns: two tables, and nothing else. A field that is not here does not leave the vLLM process.
+Owns: three tables, and nothing else. A field that is not here does not leave the vLLM process.
 Promises: standard library only. No key, token, port, address, rank or process id is listed.
 Talks to: nothing; `effective` reads it.
 """
@@ -111,6 +111,17 @@ FIELDS: dict[str, dict[str, str]] = {
         "target_modules": "lora_config.target_modules",
     },
 }
+
+# Fields of the server's arguments, not of vllm_config, that change what a request costs or how its prompt is rendered.
+SERVING = (
+    "chat_template_content_format",
+    "default_chat_template_kwargs",
+    "enable_auto_tool_choice",
+    "enable_force_include_usage",
+    "exclude_tools_when_tool_choice_none",
+    "tool_call_parser",
+    "tool_strict_level",
+)
 
 # Environment variables that shape capacity. One that is not set is left out: absence means "not set".
 ENVIRONMENT = (

@@ -5,9 +5,11 @@ Promises: standard library only; libraries are asked only when vLLM has already 
 Talks to: package metadata, /proc, and vLLM's platform object when it is loaded.
 """
 
+import hashlib
 import importlib.metadata
 import os
 import platform
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,6 +59,21 @@ def profile(facts: Mapping[str, Json]) -> str:
         return UNKNOWN if UNKNOWN in parts else f"cpu: {facts['cpu']} x {facts['cpus']}"
     parts = (facts["device"], facts["devices"])
     return UNKNOWN if UNKNOWN in parts else f"{facts['devices']} x {facts['device']} ({facts['device_memory_gib']} GiB)"
+
+
+def engine_start_id(api_processes: object) -> str:
+    """32 hex digits that tell one start of the engine from the next, the same in each of its API processes.
+
+    Several API processes are children of one launcher: its process id and start time, with the machine's boot id, name
+    the start. A single one draws a random id. "unknown" when there are several and /proc does not tell.
+    """
+    if not isinstance(api_processes, int) or api_processes <= 1:
+        return secrets.token_hex(16)
+    boot = _lines("/proc/sys/kernel/random/boot_id")
+    stat = "".join(_lines(f"/proc/{os.getppid()}/stat")).rpartition(")")[2].split()
+    if not boot or len(stat) < 20:
+        return UNKNOWN
+    return hashlib.sha256(f"{boot[0]} {os.getppid()} {stat[19]}".encode()).hexdigest()[:32]
 
 
 def _device() -> tuple[str, str, str]:

@@ -191,6 +191,35 @@ async def test_the_same_configuration_has_the_same_hash_and_another_start_id(mod
     assert one.engine_start_id != two.engine_start_id
 
 
+async def test_the_api_processes_of_one_engine_share_its_start_id(model_dir):
+    one, two = [await identity(make_app(make_config(model_dir, parallel_config___api_process_count=2))) for _ in range(2)]
+    assert one.engine_start_id is not None
+    assert one.engine_start_id == two.engine_start_id
+    assert one.api_processes == 2
+
+
+async def test_server_arguments_that_change_a_prompt_or_its_cost_change_the_hash(model_dir):
+    base = await identity(make_app(make_config(model_dir)))
+    app = make_app(make_config(model_dir))
+    app.state.args.tool_call_parser = "hermes"
+    changed = await identity(app)
+    assert [change.field for change in diff(base.document, changed.document)] == ["serving.tool_call_parser"]
+
+
+async def test_another_adapter_or_draft_model_changes_the_hash(model_dir, tmp_path_factory):
+    other = tmp_path_factory.mktemp("adapter")
+    app = make_app(make_config(model_dir, speculative_config=SimpleNamespace(model=str(other), method="draft")))
+    app.state.args.lora_modules = [SimpleNamespace(name="style", path=str(other))]
+    hashes = []
+    for content in ("{}", '{"r": 8}'):
+        (other / "adapter_config.json").write_text(content)
+        (other / "config.json").write_text(content)
+        app.middleware_stack = None  # a new start: the document is made once
+        hashes.append((await identity(app)).document)
+    changed = [change.field for change in diff(*hashes)]
+    assert changed == ["lora.adapters", "speculation.files.config.json"]
+
+
 OUTSIDE = {
     "parallel_config__data_parallel_master_port": 31111,
     "parallel_config___api_process_rank": 3,
@@ -325,6 +354,7 @@ async def test_the_tokenizer_is_handed_out_with_what_a_prompt_needs(model_dir):
         "chat_template": "{{ messages }}",
         "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"},
         "flags": {"add_bos_token": True},
+        "chat_template_kwargs": {},
     }
 
 
