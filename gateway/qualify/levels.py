@@ -8,6 +8,7 @@ Talks to: `stats` for the numbers, `evidence.record` for the words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -81,12 +82,15 @@ def statistics(values: Sampled, confidence: float) -> Statistics:
         return Statistics()
     made = {"mean": decimal_text(float(values.values.mean()))}
     resamples = max(100, min(stats.RESAMPLES, _WORK // len(values.values)))
-    for name, q in _QUANTILES:
+    ceiling = math.inf
+    for name, q in reversed(_QUANTILES):
         estimate = stats.percentile(values, q, confidence, resamples=resamples)
         if estimate is not None:
             made[name] = decimal_text(estimate.value)
             if estimate.upper is not None:
-                made[name + "_upper"] = decimal_text(estimate.upper)
+                # What bounds a higher percentile bounds a lower one too.
+                ceiling = min(ceiling, estimate.upper)
+                made[name + "_upper"] = decimal_text(ceiling)
     return Statistics(**made)
 
 
