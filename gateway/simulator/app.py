@@ -158,12 +158,10 @@ async def _unauthorized(send: Send) -> None:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """vLLM's envelope for an unknown path (404) and a wrong method (405)."""
+    """An unknown path (404) and a wrong method (405) come from the framework, without the envelope."""
     status = error.status_code if isinstance(error, HTTPException) else 404
-    phrase = HTTPStatus(status).phrase
-    body = {"error": {"message": phrase, "type": phrase, "param": None, "code": status}}
     headers = error.headers if isinstance(error, HTTPException) else None
-    return JSONResponse(body, status, headers)
+    return JSONResponse({"detail": HTTPStatus(status).phrase}, status, headers)
 
 
 def build_app(simulation: Simulation, extra: tuple[tuple[str, str, Handler], ...] = ()) -> Starlette:

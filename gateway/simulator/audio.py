@@ -69,7 +69,7 @@ async def transcribe(simulation: Simulation, exchange: Exchange) -> None:
     seconds = duration_s(fields["file"])
     prompt = _audio_prompt(simulation, fields["file"], seconds, texts.get("prompt", ""))
     wanted = max(1, int(seconds * _OUTPUT_TOKENS_PER_S))
-    limit = output_limit(simulation.config.max_model_len, len(prompt), None, wanted, "file")
+    limit = output_limit(simulation.config.max_model_len, len(prompt), None, wanted)
     specs = sequence_specs(simulation, exchange, Sampling(ignore_eos=True), prompt, limit, None, False)
     async with Generation(simulation, exchange, specs) as generation:
         if texts.get("stream", "").lower() in ("1", "true"):

@@ -38,6 +38,12 @@ def encode_chat(
         raise bad_request(str(error), "messages") from error
 
 
+def check_stream_options(request: Sampling) -> None:
+    """`stream_options` belongs to streams. Raises ApiError 400."""
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
+
+
 def data(content: Any) -> bytes:
     """One SSE data event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
@@ -74,7 +80,7 @@ def plan_chat(
 ) -> ChatPlan:
     """Resolve limits, tools and constraints. Raises ApiError."""
     model = simulation.served(request.model)
-    limit = output_limit(simulation.config.max_model_len, len(prompt), asked, None, "messages")
+    limit = output_limit(simulation.config.max_model_len, len(prompt), asked, None)
     tool = chosen_tool(tools, choice)
     script = tool[1] if tool else structured_text(response_format, request.structured_outputs)
     stops = () if script is not None else stop_strings(request.stop)
@@ -85,6 +91,7 @@ async def chat(simulation: Simulation, exchange: Exchange) -> None:
     """The route."""
     request = read(ChatRequest, exchange.body)
     simulation.served(request.model)
+    check_stream_options(request)
     if request.top_logprobs and not request.logprobs:
         raise bad_request("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
     prompt = encode_chat(simulation, request.messages, request.tools, request.chat_template_kwargs, request.add_generation_prompt)
@@ -109,7 +116,7 @@ class _ChatWriter:
         head = {"id": self._id, "object": "chat.completion.chunk", "created": simulation.created, "model": plan.model}
         self._head = head
         self._fast = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":'
-        self._fast_end = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+        self._fast_end = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 
     async def whole(self, generation: Generation) -> None:
         """The answer as one object."""
@@ -121,7 +128,7 @@ class _ChatWriter:
             tokens[piece.choice].extend(piece.tokens)
             finishes[piece.choice] = piece.finish or "stop"
         choices = [self._choice(i, "".join(texts[i]), tokens[i], finishes[i]) for i in range(self._request.n)]
-        body = {**self._head, "object": "chat.completion", "choices": choices, "system_fingerprint": "sim-0"}
+        body = {**self._head, "object": "chat.completion", "choices": choices, "system_fingerprint": self._simulation.fingerprint}
         await self._exchange.json(200, {**body, "usage": usage(len(self._plan.prompt), generation.completion_tokens)})
 
     async def stream(self, generation: Generation) -> None:
@@ -137,7 +144,9 @@ class _ChatWriter:
             await self._send_piece(piece)
         if self._request.stream_options is not None and self._request.stream_options.include_usage:
             total = usage(len(self._plan.prompt), generation.completion_tokens)
-            await exchange.write(data({**self._head, "choices": [], "usage": total}))
+            await exchange.write(
+                data({**self._head, "choices": [], "usage": total, "system_fingerprint": self._simulation.fingerprint})
+            )
         await exchange.write(DONE)
         await exchange.end_stream()
 

@@ -7,7 +7,7 @@ Owns the completion shapes. Several prompts and `n` choices give one sequence ea
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.simulator.chat import DONE, data
+from gateway.simulator.chat import DONE, check_stream_options, data
 from gateway.simulator.errors import bad_request
 from gateway.simulator.exchange import Exchange
 from gateway.simulator.generation import Generation, Piece, TokenIds, output_limit, sequence_specs, stop_strings, usage
@@ -43,13 +43,14 @@ async def completions(simulation: Simulation, exchange: Exchange) -> None:
     """The route."""
     request = read(CompletionRequest, exchange.body)
     simulation.served(request.model)
+    check_stream_options(request)
     prompts = prompts_of(simulation.model, request.prompt)
     script = structured_text(request.response_format, request.structured_outputs)
     specs = []
     for prompt in prompts:
         if not prompt:
             raise bad_request("The prompt must not be empty.", "prompt")
-        limit = output_limit(simulation.config.max_model_len, len(prompt), request.max_tokens, _DEFAULT_MAX_TOKENS, "prompt")
+        limit = output_limit(simulation.config.max_model_len, len(prompt), request.max_tokens, _DEFAULT_MAX_TOKENS)
         specs += sequence_specs(simulation, exchange, request, prompt, limit, script, request.logprobs is not None)
     stops = () if script is not None else stop_strings(request.stop)
     writer = _CompletionWriter(simulation, exchange, request, prompts)
@@ -64,6 +65,7 @@ class _CompletionWriter:
         self, simulation: Simulation, exchange: Exchange, request: CompletionRequest, prompts: Sequence[TokenIds]
     ) -> None:
         self._model = simulation.model
+        self._fingerprint = simulation.fingerprint
         self._exchange = exchange
         self._request = request
         self._prompts = prompts
@@ -90,7 +92,9 @@ class _CompletionWriter:
             finishes[piece.choice] = piece.finish or "stop"
         choices = [self._choice(i, "".join(texts[i]), tokens[i], finishes[i]) for i in range(count)]
         total = usage(self._prompt_tokens, generation.completion_tokens)
-        await self._exchange.json(200, {**self._head, "choices": choices, "usage": total})
+        await self._exchange.json(
+            200, {**self._head, "choices": choices, "system_fingerprint": self._fingerprint, "usage": total}
+        )
 
     async def stream(self, generation: Generation) -> None:
         """The answer as events."""
@@ -99,7 +103,9 @@ class _CompletionWriter:
             await self._send_piece(piece)
         if self._request.stream_options is not None and self._request.stream_options.include_usage:
             total = usage(self._prompt_tokens, generation.completion_tokens)
-            await self._exchange.write(data({**self._head, "choices": [], "usage": total}))
+            await self._exchange.write(
+                data({**self._head, "choices": [], "usage": total, "system_fingerprint": self._fingerprint})
+            )
         await self._exchange.write(DONE)
         await self._exchange.end_stream()
 

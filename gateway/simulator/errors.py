@@ -4,6 +4,7 @@ Owns `ApiError`, which a handler raises and the exchange turns into `{"error": {
 errors are 400 and unknown models 404, never 422. Talks to nobody.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 _TYPES = {
@@ -22,14 +23,27 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
+        self.kind = _TYPES[status]
 
     def body(self) -> dict[str, Any]:
         """The envelope."""
-        return {"error": {"message": self.message, "type": _TYPES[self.status], "param": self.param, "code": self.status}}
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
 
     def anthropic_body(self) -> dict[str, Any]:
         """The envelope of /v1/messages."""
-        return {"type": "error", "error": {"type": _TYPES[self.status], "message": self.message}}
+        return {"type": "error", "error": {"type": self.kind, "message": self.message}}
+
+
+class InvalidBodyError(ApiError):
+    """The body is not of the route's form: refused before the handler, in OpenAI's envelope on every route."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(400, message, param)
+        self.kind = "Bad Request"
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same envelope as elsewhere, as vLLM has it."""
+        return self.body()
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -37,15 +51,14 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param)
 
 
-def model_not_found(model: object) -> ApiError:
-    """404, in vLLM's words."""
-    return ApiError(404, f"The model `{model}` does not exist.", "model")
+def model_not_found(model: object, names: Iterable[str]) -> ApiError:
+    """404, with the names that are served."""
+    return ApiError(404, f"The model `{model}` does not exist. Valid aliases: {', '.join(names)}.", "model")
 
 
-def too_long(limit: int, length: int, param: str) -> ApiError:
+def too_long(limit: int, length: int) -> ApiError:
     """400 for a prompt that leaves no room for one token."""
     return bad_request(
-        f"This model's maximum context length is {limit} tokens. However, your request has {length} input tokens. "
-        "Please reduce the length of the input messages.",
-        param,
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} input tokens.",
+        "input_tokens",
     )

@@ -114,7 +114,8 @@ class Exchange:
     async def json(self, status: int, content: Any, content_type: bytes = b"application/json") -> None:
         """Answer with JSON, or with bytes as they are."""
         raw = content if isinstance(content, bytes) else orjson.dumps(content)
-        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(raw))]
+        headers = [(b"content-type", content_type)] if raw else []
+        headers.append((b"content-length", b"%d" % len(raw)))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         if status == 200 and self.fault is not None and self.fault.after is not None and self.fault.kind in _WIRE:
             await self.write(raw[: len(raw) // 2])

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     stopped_by: str | None
 
 
-def output_limit(max_model_len: int, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
+def output_limit(max_model_len: int, prompt_tokens: int, asked: int | None, default: int | None) -> int:
     """Tokens to make at most: what was asked or the default, clamped to the room left. Raises ApiError 400."""
     if asked is not None and asked < 1:
         raise bad_request(f"max_tokens must be at least 1, got {asked}.", "max_tokens")
@@ -44,7 +44,7 @@ def output_limit(max_model_len: int, prompt_tokens: int, asked: int | None, defa
         )
     room = max_model_len - prompt_tokens
     if room < 1:
-        raise too_long(max_model_len, prompt_tokens, param)
+        raise too_long(max_model_len, prompt_tokens)
     wanted = asked if asked is not None else default
     return room if wanted is None else min(wanted, room)
 

@@ -22,7 +22,8 @@ async def count_tokens(simulation: Simulation, exchange: Exchange) -> None:
     """POST /v1/messages/count_tokens."""
     request = read(CountTokensRequest, exchange.body)
     simulation.served(request.model)
-    await exchange.json(200, {"input_tokens": len(_prompt(simulation, request))})
+    count = len(_prompt(simulation, request))
+    await exchange.json(200, {"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
 
 async def messages(simulation: Simulation, exchange: Exchange) -> None:

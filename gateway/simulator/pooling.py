@@ -88,7 +88,7 @@ async def _run(simulation: Simulation, exchange: Exchange, prompts: Sequence[Tok
         if not prompt:
             raise bad_request("An input must not be empty.", param)
         if len(prompt) > limit:
-            raise too_long(limit, len(prompt), param)
+            raise too_long(limit, len(prompt))
     fault = exchange.fault
     factor = fault.factor if fault is not None and fault.kind is FaultKind.SLOW_PREFILL else 1.0
     specs = [SequenceSpec(prompt=prompt, max_tokens=0, prefill_factor=factor) for prompt in prompts]

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.simulator.errors import bad_request
+from gateway.simulator.errors import InvalidBodyError
 
 MAX_N = 16_384
 MAX_PROMPTS = 1024
@@ -150,5 +150,7 @@ def read(kind: type[BodyT], raw: bytes) -> BodyT:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise bad_request(f"{error.error_count()} validation error(s): {where}: {first['msg']}", where or None) from error
+        where = ".".join(["body", *(str(part) for part in first["loc"])])
+        count = error.error_count()
+        message = f"{count} validation error{'s' if count > 1 else ''}:\n  {where}: {first['msg']}"
+        raise InvalidBodyError(message, where) from error

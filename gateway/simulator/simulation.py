@@ -5,6 +5,7 @@ read it.
 """
 
 import time
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -45,6 +46,11 @@ class Simulation:
     created: int = field(default_factory=lambda: int(time.time()))
     _ids: int = 0
 
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of answers: version and configuration."""
+        return f"vllm-{self.config.vllm_version}-{zlib.crc32(repr(self.config).encode()):08x}"
+
     def new_id(self, prefix: str) -> str:
         """A response id, counted so that runs repeat."""
         self._ids += 1
@@ -55,7 +61,7 @@ class Simulation:
         if model is None or model == "":
             return self.config.served_model_names[0]
         if model not in self.config.served_model_names:
-            raise model_not_found(model)
+            raise model_not_found(model, self.config.served_model_names)
         return model
 
 

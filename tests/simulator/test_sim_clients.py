@@ -51,6 +51,7 @@ async def test_chat_whole_and_streamed_say_the_same(oai: openai.AsyncOpenAI, cli
     assert chunks[-1].usage == whole.usage
     counted = await client.post("/tokenize", json={"model": "tiny", "messages": HELLO})
     assert whole.usage is not None
+    assert whole.system_fingerprint == chunks[-1].system_fingerprint
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (counted.json()["count"], 9)
     said = await client.post("/tokenize", json={"prompt": whole.choices[0].message.content})
     assert said.json()["count"] == 9, "what it says tokenizes back to what it counted"
@@ -264,6 +265,7 @@ async def test_errors_are_the_clients_own_exceptions(oai: openai.AsyncOpenAI, si
         b'{"messages":[{"role":"user","content":"x"}],"max_tokens":0}',
         b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1e400}',
         b'{"messages":[{"role":"user","content":"x"}],"top_logprobs":2}',
+        b'{"messages":[{"role":"user","content":"x"}],"stream_options":{"include_usage":true}}',
         b'{"messages":[{"role":"user","content":"x"}],"tool_choice":"required"}',
         b'{"messages":[{"role":"user","content":5}]}',
     ],

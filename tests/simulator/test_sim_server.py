@@ -167,10 +167,10 @@ async def test_what_was_seen_is_kept_for_tests(sim: SimulatorServer, client: htt
     assert seen.connection_id == sim.connections_opened == 1
 
 
-async def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.AsyncClient) -> None:
+async def test_unknown_paths_and_methods_answer_as_the_framework_does(client: httpx.AsyncClient) -> None:
     missing, wrong = await client.get("/v1/nothing"), await client.get("/v1/chat/completions")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
-    assert (wrong.status_code, wrong.headers["allow"], wrong.json()["error"]["code"]) == (405, "POST", 405)
+    assert (missing.status_code, missing.json()) == (404, {"detail": "Not Found"})
+    assert (wrong.status_code, wrong.headers["allow"], wrong.json()) == (405, "POST", {"detail": "Method Not Allowed"})
     assert "x-plimsoll-config" in missing.headers
 
 
