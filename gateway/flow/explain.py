@@ -1,6 +1,6 @@
 """Would it be admitted now, and why: the answer of the same functions that decide, changing nothing.
 
-Talks to: `pool`, `refusals`, `quotas`.
+Talks to: `pool`, `refusals`, `backlog`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Literal
 from gateway import policy
 from gateway.errors import Refusal
 from gateway.flow import refusals
+from gateway.flow.backlog import Backlog
 from gateway.flow.demand import Demand
 from gateway.flow.pool import Route, choose
 from gateway.flow.queue import Waiting
-from gateway.flow.quotas import Account
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,16 @@ def explain(
     route: Route,
     demand: Demand,
     now: float,
-    account: Account | None,
-    draining: Refusal | None,
+    refusal: Refusal | None,
     queue: policy.Queue,
-    waiting: int,
-    waiting_tokens: int,
+    backlog: Backlog,
 ) -> Explanation:
-    """The decision on `demand` if it came now."""
+    """The decision on `demand` if it came now. `refusal`: what draining or the tenant's quotas say already."""
     pool = route.pool
     entry = Waiting(demand, route, 0, now)
     pool.plan(entry)
-    refusal = draining or (refusals.caller_gone() if entry.deadline <= now == demand.caller_deadline else None)
-    if refusal is None and account is not None and demand.limits is not None:
-        refusal = account.check(demand.shape.tokens, now)
+    if refusal is None and demand.caller_deadline is not None and demand.caller_deadline <= now:
+        refusal = refusals.caller_gone()
     refusal = refusal or refusals.hopeless(route, demand, entry.masks, now)
     if refusal is not None:
         return Explanation("refuse", refusal.message, refusal=refusal)
@@ -61,7 +58,7 @@ def explain(
     estimate = pool.wait_s(demand, entry.cost)
     if estimate is not None and estimate > entry.deadline - now:
         refusal = refusals.would_wait(estimate, entry.deadline - now)
-    refusal = refusal or refusals.full(queue, waiting, waiting_tokens, demand, pool)
+    refusal = refusal or refusals.full(queue, backlog.requests, backlog.tokens, demand, pool)
     if refusal is not None:
         return Explanation("refuse", refusal.message, refusal=refusal)
     ahead = sum(level.waiting for level in pool.ranked if level.priority <= demand.priority)

@@ -8,7 +8,7 @@ an older `now` never refills a bucket. Talks to: `demand`.
 from __future__ import annotations
 
 from gateway.errors import Reason, Refusal
-from gateway.flow.demand import Limits
+from gateway.flow.demand import Demand, Limits
 
 IN_FLIGHT_RETRY_S = 1.0
 
@@ -98,6 +98,43 @@ class Account:
         self.in_flight -= 1
         if self.tokens is not None:
             self.tokens.give_back(reserved - used)
+
+
+class Quotas:
+    """The accounts of all tenants that have quotas; those without never touch it."""
+
+    __slots__ = ("_accounts",)
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+
+    def check(self, demand: Demand, now: float) -> Refusal | None:
+        """Whether the tenant's quotas let the request through now; takes nothing."""
+        limits = demand.limits
+        if limits is None:
+            return None
+        account = self._accounts.get(demand.tenant)
+        if account is None:
+            account = self._accounts[demand.tenant] = Account(limits, now)
+        elif account.limits != limits:
+            account.adopt(limits, now)
+        return account.check(demand.shape.tokens, now)
+
+    def take(self, demand: Demand) -> None:
+        """Burn what `check` allowed."""
+        if demand.limits is not None:
+            self._accounts[demand.tenant].take(demand.shape.tokens)
+
+    def undo(self, demand: Demand) -> None:
+        """The request was never dispatched."""
+        if demand.limits is not None:
+            self._accounts[demand.tenant].undo(demand.shape.tokens)
+
+    def settle(self, demand: Demand, used: int | None) -> None:
+        """The request has ended; `used` tokens, None: the reservation stands."""
+        if demand.limits is not None:
+            reserved = demand.shape.tokens
+            self._accounts[demand.tenant].settle(reserved, reserved if used is None else used)
 
 
 def _bucket(per_minute: int | None, now: float) -> Bucket | None:

@@ -7,6 +7,7 @@ from gateway.errors import Axis, Reason, Refusal
 from gateway.flow.bay import Bay
 from gateway.flow.demand import Closed, Demand
 from gateway.flow.pool import Pool, Route
+from gateway.flow.queue import Waiting
 from gateway.flow.shape import Shape
 
 _AXES = (Axis.FEATURE, Axis.INPUT, Axis.OUTPUT, Axis.SEQUENCES)
@@ -71,10 +72,13 @@ def would_wait(estimate_s: float, patience_s: float) -> Refusal:
     return Refusal(Reason.QUEUE_TIMEOUT, text, axis=Axis.CONCURRENCY, retry_after_s=after)
 
 
-def waited(seconds: float, pool: Pool) -> Refusal:
-    """Waited in vain."""
-    text = f"no room within {seconds:.1f} s"
-    return Refusal(Reason.QUEUE_TIMEOUT, text, axis=Axis.CONCURRENCY, retry_after_s=retry_after_s(pool))
+def expired(waiting: Waiting, now: float) -> Refusal:
+    """Waited in vain: the queue's deadline is over, or the caller's own, whichever came first."""
+    demand = waiting.demand
+    if demand.caller_deadline is not None and demand.caller_deadline <= min(demand.queue_deadline, now):
+        return caller_gone()
+    text = f"no room within {now - waiting.enqueued_at:.1f} s"
+    return Refusal(Reason.QUEUE_TIMEOUT, text, axis=Axis.CONCURRENCY, retry_after_s=retry_after_s(waiting.route.pool))
 
 
 def caller_gone() -> Refusal:
