@@ -170,7 +170,7 @@ class Admin:
             query = admin_schema.JournalQuery.model_validate(dict(call.request.query_params))
         except ValidationError as error:
             return _invalid(error)
-        return json_response({"refusals": self._operations.recent(query.limit, query.reason, query.tenant)})
+        return json_response({"requests": self._operations.recent(query.limit, query.reason, query.tenant)})
 
     async def audit_log(self, call: Call) -> Response:
         return json_response({"entries": self._audit.recent()})

@@ -7,7 +7,7 @@ exist give the same bytes. Talks to `operations.Gateway`; `shell` has checked ke
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from gateway.edge import strict_json
 from gateway.edge.body import model_not_found
+from gateway.edge.keys import FailureLimiter
 from gateway.edge.operations import Gateway, ModelCard
 from gateway.edge.routes import MODEL, MODEL_PREFIX, ROUTES, Route
 from gateway.edge.shell import Call, Endpoint, Handler, Rules, Shell
@@ -23,11 +24,16 @@ from gateway.errors import Reason, Refusal
 from gateway.observe.exchange import Exchange
 from gateway.observe.exposition import CONTENT_TYPE
 
-Answer = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any] | Refusal]]
+_COUNTING = frozenset({"tokenize", "detokenize", "count_tokens"})
 
 
-def local_app(gateway: Gateway, rules: Callable[[], Rules], account: Callable[[Exchange], None]) -> Shell:
-    """The ASGI application of the public listener, for all that does not take the data path."""
+def local_app(
+    gateway: Gateway, rules: Callable[[], Rules], account: Callable[[Exchange], None], limiter: FailureLimiter | None = None
+) -> Shell:
+    """The ASGI application of the public listener, for all that does not take the data path.
+
+    `limiter` is the one the data path uses, so that an address has one allowance.
+    """
     handlers = _handlers(gateway)
     endpoints = {path: _endpoint(route, handlers) for path, route in ROUTES.items()}
     model = _endpoint(MODEL, handlers)
@@ -40,7 +46,7 @@ def local_app(gateway: Gateway, rules: Callable[[], Rules], account: Callable[[E
             return model, path[len(MODEL_PREFIX) :]
         return None
 
-    return Shell(find, rules, account=account)
+    return Shell(find, rules, account=account, limiter=limiter)
 
 
 def _endpoint(route: Route, handlers: dict[str, Handler]) -> Endpoint:
@@ -74,26 +80,19 @@ def _handlers(gateway: Gateway) -> dict[str, Handler]:
     async def metrics(call: Call) -> Response:
         return Response(await gateway.metrics(), headers={"content-type": CONTENT_TYPE})
 
-    return {
-        "models": models,
-        "model": model,
-        "live": live,
-        "ready": ready,
-        "metrics": metrics,
-        "tokenize": _counting(gateway.tokenize),
-        "detokenize": _counting(gateway.detokenize),
-        "count_tokens": _counting(gateway.count_tokens),
-    }
+    counting = {route.name: _counting(gateway, route) for route in ROUTES.values() if route.parser in _COUNTING}
+    return {"models": models, "model": model, "live": live, "ready": ready, "metrics": metrics, **counting}
 
 
-def _counting(answer: Answer) -> Handler:
-    """A handler that reads a JSON object and hands it to `answer` with the caller's tenant."""
+def _counting(gateway: Gateway, route: Route) -> Handler:
+    """A handler of one of the routes about tokens."""
 
     async def handler(call: Call) -> Response | Refusal:
-        document = await json_body(call)
-        if isinstance(document, Refusal):
-            return document
-        result = await answer(_tenant(call), document)
+        raw = await call.body()
+        if isinstance(raw, Refusal):
+            return raw
+        kind = call.request.headers.get("content-type")
+        result = await gateway.count(route, _tenant(call), None if kind is None else kind.encode("latin-1"), raw)
         return result if isinstance(result, Refusal) else json_response(result)
 
     return handler

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gateway.edge.keys import KeyRing, Principal
+from gateway.edge.keys import Principal
+from gateway.edge.routes import Route
 from gateway.errors import Refusal
 
 
@@ -101,23 +102,18 @@ class Changed:
 class Gateway(Protocol):
     """What `local.py` asks: the routes that clients and scrapers use."""
 
-    @property
-    def keys(self) -> KeyRing: ...
     def models(self, tenant: str) -> tuple[ModelCard, ...]: ...
     def ready(self) -> Refusal | None:
         """None when ready, else why not."""
 
     async def metrics(self) -> bytes: ...
-    async def tokenize(self, tenant: str, document: dict[str, Any]) -> dict[str, Any] | Refusal: ...
-    async def detokenize(self, tenant: str, document: dict[str, Any]) -> dict[str, Any] | Refusal: ...
-    async def count_tokens(self, tenant: str, document: dict[str, Any]) -> dict[str, Any] | Refusal: ...
+    async def count(self, route: Route, tenant: str, content_type: bytes | None, body: bytes) -> dict[str, Any] | Refusal:
+        """The answer of /tokenize, /detokenize or /v1/messages/count_tokens to a decoded body."""
 
 
 class Operations(Protocol):
     """What `admin.py` asks. Methods that change something return a `Changed`, or a `Refusal` when they did nothing."""
 
-    @property
-    def keys(self) -> KeyRing: ...
     def status(self) -> Status: ...
     def records(self) -> list[dict[str, Any]]:
         """Every record in the store: id, model, identity, slices in short, valid until, verdict per backend."""

@@ -1,7 +1,7 @@
 """The ASGI shell around the gateway's own routes: everything that must hold for each of them, in one place.
 
 Owns the order of the checks: WebSockets are refused before accept; a CORS preflight is answered; then the key, the
-path, the role, the method; then the handler. Promises: paths are compared as raw bytes, exactly, with no redirects; every
+path, the method, the role; then the handler. Promises: paths are compared as raw bytes, exactly, with no redirects; every
 error is in the dialect of its route; an unknown exception becomes `internal_error` without a word of its text. Talks to the
 key ring, to `answers` for the form of a refusal, and to whoever accounts for requests.
 """
@@ -161,7 +161,7 @@ class Shell:
     def _check(
         self, scope: Scope, path: bytes, found: tuple[Endpoint, bytes] | None, exchange: Exchange, rules: Rules
     ) -> tuple[Endpoint, Principal, bytes] | Response:
-        """Key, path, role, method: the first that fails is the answer."""
+        """Key, path, method, role: the first that fails is the answer."""
         dialect = found[0].dialect if found is not None else "openai"
         principal = self._identify(rules.keys, scope)
         if principal is None:
@@ -171,13 +171,13 @@ class Shell:
             return self._refuse(Refusal(Reason.UNKNOWN_ROUTE, "There is no such route."), dialect, exchange)
         endpoint, tail = found
         exchange.route = endpoint.name
-        if principal.role not in endpoint.roles:
-            return self._refuse(Refusal(Reason.NOT_PERMITTED, "This key may not use this route."), dialect, exchange)
         if scope["method"] not in endpoint.methods:
             allowed = ", ".join(endpoint.methods)
             return self._refuse(
                 Refusal(Reason.METHOD_NOT_ALLOWED, f"This route answers {allowed}."), dialect, exchange, allow=allowed
             )
+        if principal.role not in endpoint.roles:
+            return self._refuse(Refusal(Reason.NOT_PERMITTED, "This key may not use this route."), dialect, exchange)
         return endpoint, principal, tail
 
     def _unknown_caller(self, path: bytes, dialect: Dialect, exchange: Exchange) -> Response:

@@ -78,7 +78,7 @@ class Ledger:
         """What `retest list` shows: groups with quantiles, and identity changes, latest first."""
         return {
             "groups": [_named(*row[:3], row[3].summary()) for row in self.groups()],
-            "identity_changes": [change.to_json() for change in reversed(self._changes)],
+            "changes": [change.to_json() for change in reversed(self._changes)],
             "live": [
                 {"model": m, "backend": b, "hash": h, "requests": test.total, "over_bound": test.over}
                 for (m, b, h), test in self._live.items()

@@ -11,9 +11,12 @@ from typing import Any
 import httpx
 import uvicorn
 
+from gateway.edge import tokenize
+from gateway.edge.body import ModelRules
 from gateway.edge.keys import KeyRing, Principal, new_key
 from gateway.edge.operations import BackendStatus, Changed, ModelCard, Question, QueueStatus, Status
 from gateway.edge.responses import Cors
+from gateway.edge.routes import Route
 from gateway.edge.shell import Rules
 from gateway.errors import Axis, Reason, Refusal
 from gateway.flow.shape import Shape
@@ -77,16 +80,11 @@ class World:
     async def metrics(self) -> bytes:
         return self.numbers.render()
 
-    async def tokenize(self, tenant: str, document: dict[str, Any]) -> dict[str, Any] | Refusal:
-        if document.get("model") not in self.allowed[tenant]:
-            return Refusal(Reason.MODEL_NOT_FOUND, "no such model", param="model")
-        return {"count": len(str(document.get("prompt", ""))), "tenant": tenant}
-
-    async def detokenize(self, tenant: str, document: dict[str, Any]) -> dict[str, Any] | Refusal:
-        return {"prompt": "".join(map(chr, document["tokens"]))}
-
-    async def count_tokens(self, tenant: str, document: dict[str, Any]) -> dict[str, Any] | Refusal:
-        return {"input_tokens": len(document.get("messages", []))}
+    async def count(self, route: Route, tenant: str, content_type: bytes | None, body: bytes) -> dict[str, Any] | Refusal:
+        question = tokenize.read(
+            route, content_type, body, lambda name: ModelRules(name, name) if name in self.allowed[tenant] else None
+        )
+        return question if isinstance(question, Refusal) else {"parser": question.parser, "model": question.rules.name}
 
     # -- Operations
 

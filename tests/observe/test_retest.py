@@ -79,8 +79,8 @@ def test_memory_is_bounded_and_the_latest_stay() -> None:
         ledger.changed(Change(float(n), "tiny", "a", f"h{n}", f"h{n + 1}", ("dtype",)))
         ledger.served(f"model-{n}", "a", HASH, False, float(n), float(n))
     listed = ledger.list()
-    assert len(listed["groups"]) == MAX_GROUPS and len(listed["identity_changes"]) == MAX_CHANGES
-    assert listed["identity_changes"][0]["after"] == "h2000"
+    assert len(listed["groups"]) == MAX_GROUPS and len(listed["changes"]) == MAX_CHANGES
+    assert listed["changes"][0]["after"] == "h2000"
     assert len(listed["live"]) <= MAX_GROUPS
     many = Ledger()
     for n in range(1_000):
