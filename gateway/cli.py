@@ -10,7 +10,8 @@ import sys
 import click
 import typer
 
-from gateway.commands import evidence, operate, records, serve
+from gateway.commands import evidence, operate, records
+from gateway.commands import serve as serving
 from gateway.edge import keys_command
 from gateway.errors import PlimsollError
 from gateway.qualify import command as qualify_command
@@ -25,7 +26,7 @@ app = typer.Typer(
 )
 
 _RUN, _EVIDENCE, _OPERATE = "Run", "Evidence", "Operate"
-app.command("serve", rich_help_panel=_RUN)(serve.serve)
+app.command("serve", rich_help_panel=_RUN)(serving.serve)
 app.add_typer(simulator_command.app, name="simulator", rich_help_panel=_RUN)
 app.command("identity", rich_help_panel=_EVIDENCE)(evidence.identity)
 app.command("qualify", rich_help_panel=_EVIDENCE)(qualify_command.qualify)

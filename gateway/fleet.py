@@ -27,6 +27,7 @@ from gateway.evidence.target import Target
 from gateway.flow.breaker import Result
 from gateway.flow.controller import Controller
 from gateway.flow.demand import Closed, Open
+from gateway.flow.envelope import Box
 from gateway.flow.gate import GateDecision, View, decide
 from gateway.forward.upstream import Upstream
 from gateway.forward.watch import Watch
@@ -74,7 +75,7 @@ class Berth:
 class Fleet:
     """All backends. Everything here runs on the event loop; blocking work is for threads of others.
 
-    `counting` makes the token counter that has to be there before a gate opens.
+    `counting` makes the token counter that has to be there before a gate opens; `on_gate()` hears that some gate changed.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Fleet:
         instance: str,
         key_of: Callable[[policies.Backend], str | None],
         counting: Counting,
+        on_gate: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -95,6 +97,7 @@ class Fleet:
         self._instance = instance
         self._key_of = key_of
         self._counting = counting
+        self._on_gate = on_gate
         self._clock = clock
         self._wall = wall
         self._store = StoreReport()
@@ -181,6 +184,7 @@ class Fleet:
         if before is None or before.gate != gate:
             self._controller.set_backend(name, gate)
             self._tell(name, before, decision)
+            self._on_gate()
 
     def _tell(self, name: str, before: GateDecision | None, decision: GateDecision) -> None:
         gate = decision.gate
@@ -237,6 +241,11 @@ class Fleet:
         models = self._policy.models if self._policy is not None else {}
         return {name: model for name, model in models.items() if backend in model.backends}
 
+    def boxes(self, model: str) -> list[Box]:
+        """The slices now open for a model, on all its backends."""
+        gates = [b.decision.gate for n in self._backends_of(model) if (b := self.berths.get(n)) and b.decision is not None]
+        return [box for gate in gates if isinstance(gate, Open) for box in gate.envelope.boxes]
+
     # What the request path asks
 
     def upstream(self, backend: str) -> Upstream:
@@ -270,15 +279,26 @@ class Fleet:
 
     def server_default(self, model: str) -> int | None:
         """The output limit a model's server would give a chat that names none; None when it has none or none is known."""
-        for name in self._backends_of(model):
-            berth = self.berths.get(name)
-            identity = berth.watch.observation.identity if berth is not None else None
-            group = identity.document.get("model") if identity is not None else None
-            sampling = group.get("default_sampling") if isinstance(group, Mapping) else None
+        for group in self._documents(model):
+            sampling = group.get("default_sampling")
             limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
             if isinstance(limit, int) and limit > 0:
                 return limit
         return None
+
+    def max_model_len(self, model: str) -> int | None:
+        """The context length of a model's server in tokens, where it is known."""
+        lengths = (group.get("max_model_len") for group in self._documents(model))
+        return next((length for length in lengths if isinstance(length, int)), None)
+
+    def _documents(self, model: str) -> Iterator[Mapping[str, Any]]:
+        """The `model` group of the configuration document of each backend that shows one."""
+        for name in self._backends_of(model):
+            berth = self.berths.get(name)
+            identity = berth.watch.observation.identity if berth is not None else None
+            group = identity.document.get("model") if identity is not None else None
+            if isinstance(group, Mapping):
+                yield group
 
     def _backends_of(self, model: str) -> tuple[str, ...]:
         found = self._policy.models.get(model) if self._policy is not None else None

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from gateway import policy as policies
-from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, secret, table
+from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, table
+from gateway.credentials import backend_key, secret
 from gateway.evidence import identity_client
 from gateway.evidence.checklist import exit_checklist
 from gateway.evidence.identity import IdentityError, ObservedIdentity
@@ -108,18 +109,6 @@ def _observed(backend: policies.Backend) -> tuple[ObservedIdentity | None, str |
         return asyncio.run(_observe(backend, backend_key(backend))), None
     except IdentityError as error:
         return None, str(error)
-
-
-def backend_key(backend: policies.Backend) -> str | None:
-    """The key the gateway shows to this backend, from the file or variable its policy names."""
-    if backend.api_key_file is None and backend.api_key_env is None:
-        return None
-    found = secret(backend.api_key_env or "", backend.api_key_file)
-    if found is None:
-        raise CommandError(
-            f"the key of {backend.url} is expected in the environment variable {backend.api_key_env}, which is empty"
-        )
-    return found
 
 
 def _choose(rules: policies.Policy, model: str | None, backend: str | None) -> tuple[str, str]:

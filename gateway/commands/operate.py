@@ -13,8 +13,9 @@ from rich.live import Live
 from rich.text import Text
 
 from gateway import policy as policies
-from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, secret, table
+from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, table
 from gateway.commands.remote import Gateway, ask, operator_key, send, words
+from gateway.credentials import secret
 from gateway.evidence.record import RecordError
 from gateway.evidence.store import RecordStore, StoreError
 from gateway.queue_time import QueueTimeError, check_queue_times

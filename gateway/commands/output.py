@@ -8,7 +8,6 @@ answer goes to standard error.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,22 +49,3 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     for row in rows:
         made.add_row(*("-" if cell is None else str(cell) for cell in row))
     return made
-
-
-def secret(env: str, file: Path | None) -> str | None:
-    """A secret from a file, else from the environment; never from the command line. None when neither has one."""
-    if file is not None:
-        try:
-            found = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"{file}: the key cannot be read: {error}") from error
-        if not found:
-            raise CommandError(f"{file}: the key file is empty")
-        return found
-    return os.environ.get(env) or None
-
-
-def fail(message: str) -> typer.Exit:
-    """Print an error and give the exit to raise."""
-    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {message}", markup=True)
-    return typer.Exit(USAGE)

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from gateway.commands.evidence import read_record
-from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, secret, table
+from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, table
 from gateway.commands.remote import ask
+from gateway.credentials import secret
 from gateway.evidence import signing
 from gateway.evidence.identity import diff, triggers_of
 from gateway.evidence.record import Record, record_id

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from gateway.commands.output import CommandError, secret
+from gateway.commands.output import CommandError
+from gateway.credentials import secret
 
 TIMEOUT_S = 10.0
 Gateway = Annotated[str, typer.Option("--gateway", help="The gateway's admin address, for example http://127.0.0.1:8081.")]

@@ -1,0 +1,287 @@
+"""The composition root: every part is made here, once, and handed to those that need it.
+
+Owns the policy in force and the parts made from it. Promises: a policy takes effect whole or not at all; what a reload cannot
+change (addresses, the journal's file, shared state) is said and left as it is. Talks to everything; nothing talks to it but the
+server around it and the desk beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from gateway import policy as policies
+from gateway.counting import Counting
+from gateway.credentials import backend_key
+from gateway.desk import Desk
+from gateway.edge.admin import admin_app
+from gateway.edge.intake import Intake
+from gateway.edge.keys import FailureLimiter
+from gateway.edge.local import local_app
+from gateway.edge.path import DataPath
+from gateway.edge.protocol import Bounds
+from gateway.edge.retry_budget import RetryBudget
+from gateway.edge.rules import PathRules
+from gateway.edge.shell import Rules
+from gateway.edge.tokens import CountPool
+from gateway.errors import Axis, PlimsollError
+from gateway.evidence.store import RecordStore, StoreError, StoreReport
+from gateway.fleet import Fleet
+from gateway.flow.controller import Controller
+from gateway.flow.shape import Shape
+from gateway.forward.upstream import Upstream
+from gateway.gauges import Facts, Gauges
+from gateway.ledgers import Accounts
+from gateway.observe import retest_file
+from gateway.observe.audit import AuditLog
+from gateway.observe.journal import Journal
+from gateway.observe.metrics import Metrics, Names
+from gateway.observe.tracing import open_tracer
+from gateway.queue_time import check_queue_times, queue_s
+
+log = logging.getLogger("plimsoll")
+
+LOOK_S = 1.0
+BUFFERED_BYTES = 256 * 1024 * 1024  # request bodies held at once, over all connections
+
+
+class Unsupported(PlimsollError):
+    """The policy asks for something this process cannot do."""
+
+
+class App:
+    """All parts of one gateway process. Made on the running event loop; `start` then `close`."""
+
+    def __init__(self, policy: policies.Policy, policy_file: Path) -> None:
+        self.version = version("plimsoll-gateway")
+        self.created = int(time.time())
+        self.instance = f"plimsoll-{secrets.token_hex(6)}"
+        self.policy, self.policy_file = policy, policy_file
+        self.policy_error: str | None = None
+        self.degraded = False
+        self.store = RecordStore(policy.records)
+        self._report: StoreReport | None = None
+        self._store_error: str | None = None
+        self._secret = _secret(policy)
+
+        self.metrics = Metrics(_names(policy))
+        self.journal = Journal(policy.journal.path)
+        self.tracer = open_tracer(
+            policy.tracing.otlp_endpoint, policy.tracing.sample_ratio, lambda: time.time() - time.monotonic()
+        )
+        self.ledger_file = policy.records / f".retest-{policy.server.listen.replace(':', '-')}.json"
+        self.ledger = retest_file.load(self.ledger_file)
+        self._ledger_saved = self.ledger.version
+        self.pool = CountPool()
+        self.controller = Controller(policy.queue, time.monotonic, self._trigger, policy.breaker)
+        self.fleet = Fleet(
+            self.controller,
+            self.metrics,
+            self.ledger,
+            instance=self.instance,
+            key_of=backend_key,
+            counting=Counting(self.pool),
+            on_gate=self._refresh_rules,
+        )
+        self.rules = self._rules()
+        self.retries = RetryBudget(policy.retries, time.monotonic())
+        accounts = Accounts(self.journal, self.ledger, self.metrics, self.fleet, self.tracer)
+        self.path = DataPath(
+            self.rules,
+            _bounds(policy),
+            controller=self.controller,
+            intake=Intake(self.controller, self.fleet, FailureLimiter()),
+            backends=self.fleet,
+            metrics=self.metrics,
+            journal=accounts,
+            retries=self.retries,
+            upstreams=self._upstreams,
+        )
+        facts = Facts(
+            classes=lambda: tuple(self.policy.queue.classes),
+            draining=lambda: self.draining,
+            degraded=lambda: self.degraded,
+            policy_stale=lambda: self.policy_error is not None,
+            journal_dropped=lambda: self.journal.dropped,
+            version=self.version,
+        )
+        Gauges(self.metrics, self.controller, self.fleet, facts)
+        self.desk = Desk(self, self.reload)
+        self.audit = AuditLog(None)
+        self.local = local_app(self.desk, self._shell_rules, accounts.finish)
+        self.admin = admin_app(self.desk, self._shell_rules, accounts.finish, self.audit)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused."""
+        return self.path.draining
+
+    # Life
+
+    async def start(self) -> None:
+        """Read the records, put the policy in force, begin to watch and to tick."""
+        await self.look_at_records()
+        self.fleet.apply(self.policy)
+        for work in (self.path.run, self.fleet.run, self._look):
+            self._tasks.append(asyncio.create_task(work()))
+
+    async def close(self) -> None:
+        """Stop everything that runs, and write what has to be kept."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._keep_ledger()
+        self.tracer.close()
+        self.pool.close()
+        await asyncio.to_thread(self.journal.close)
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse what comes, let what runs finish for so long, end the rest with an error of its own."""
+        await self.path.drain(time.monotonic() + seconds)
+
+    # The policy
+
+    async def reload(self) -> str | None:
+        """Read the policy file again. None when it is in force now, else why it is not; the last good one stays then."""
+        try:
+            fresh = await asyncio.to_thread(policies.load, self.policy_file)
+            self._apply(fresh)
+        except PlimsollError as error:
+            self.policy_error = str(error)
+            self.metrics.reload("refused")
+            log.error("the policy file is refused, the last good one stays in force: %s", error)
+            return self.policy_error
+        self.policy_error = None
+        self.metrics.reload("applied")
+        log.info("the policy file is in force")
+        return None
+
+    def _apply(self, fresh: policies.Policy) -> None:
+        check_queue_times(fresh, self._report.records if self._report is not None else {})
+        for backend in fresh.backends.values():
+            backend_key(backend)  # a key that is not there is found out before anything has changed
+        for name, old, new in _fixed(self.policy, fresh):
+            if old != new:
+                log.warning("%s cannot be changed while running: %s stays in force until a restart", name, old)
+        self.policy, self.store = fresh, RecordStore(fresh.records)
+        self.metrics.set_names(_names(fresh))
+        self.controller.set_limits(fresh.queue, fresh.breaker)
+        self.path.bounds = _bounds(fresh)
+        self.retries.set_limits(fresh.retries)
+        self.fleet.apply(fresh)
+        self._refresh_rules()
+
+    def _rules(self) -> PathRules:
+        waits = {n: queue_s(m, self.policy.timeouts.queue_s, self.fleet.boxes(n)) for n, m in self.policy.models.items()}
+        return PathRules.from_policy(self.policy, secret=self._secret, queue_s=waits)
+
+    def _refresh_rules(self) -> None:
+        """Waits follow from the records in force, so a gate that changes makes new rules too."""
+        self.rules = self.path.rules = self._rules()
+
+    def _shell_rules(self) -> Rules:
+        server = self.policy.server
+        return Rules(self.rules.keys, self.rules.cors, server.max_body_bytes, server.body_timeout_s)
+
+    # What is looked at again and again
+
+    async def _look(self) -> None:
+        seen = _stamp(self.policy_file)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            stamp = _stamp(self.policy_file)
+            if stamp != seen and stamp is not None:
+                seen = stamp
+                await self.reload()
+            await self.look_at_records()
+            await self._keep_ledger()
+
+    async def look_at_records(self) -> None:
+        """Take up what has changed in the directory of records."""
+        try:
+            report = await asyncio.to_thread(self.store.load, self._report)
+        except StoreError as error:
+            if str(error) != self._store_error:
+                log.error("the records cannot be read, those known stay in force: %s", error)
+            self._store_error = str(error)
+            return
+        self._store_error = None
+        if report is self._report:
+            return
+        known = {each.name for each in self._report.refused} if self._report is not None else set()
+        for each in report.refused:
+            if each.name not in known:
+                log.warning("record file %s is refused: %s", each.name, each.reason)
+        self._report = report
+        self.fleet.set_store(report)
+
+    async def _keep_ledger(self) -> None:
+        if self.ledger.version != self._ledger_saved:
+            self._ledger_saved = self.ledger.version
+            await asyncio.to_thread(retest_file.save, self.ledger_file, self.ledger.document())
+
+    # What the parts ask of each other
+
+    def _trigger(self, model: str, backend: str, axis: Axis, shape: Shape) -> None:
+        self.metrics.trigger(model, backend, axis)
+        berth = self.fleet.berths.get(backend)
+        self.ledger.note(model, backend, berth.hash if berth is not None else None, axis, shape, time.time())
+
+    def _upstreams(self) -> Iterator[Upstream]:
+        return (berth.watch.upstream for berth in self.fleet.berths.values())
+
+
+def _fixed(old: policies.Policy, new: policies.Policy) -> Iterator[tuple[str, object, object]]:
+    """What a reload leaves as it is."""
+    yield "server.listen", old.server.listen, new.server.listen
+    yield "server.admin_listen", old.server.admin_listen, new.server.admin_listen
+    yield "server.tls", old.server.tls, new.server.tls
+    yield "journal.path", old.journal.path, new.journal.path
+    yield "tracing", old.tracing, new.tracing
+    yield "state", old.state, new.state
+
+
+def _names(policy: policies.Policy) -> Names:
+    return Names(
+        models=frozenset(policy.models),
+        classes=frozenset(policy.queue.classes),
+        tenants=frozenset(policy.tenants),
+        backends=frozenset(policy.backends),
+    )
+
+
+def _bounds(policy: policies.Policy) -> Bounds:
+    server = policy.server
+    return Bounds(
+        max_body_bytes=server.max_body_bytes,
+        body_timeout_s=server.body_timeout_s,
+        keep_alive_s=server.keep_alive_s,
+        max_connections=server.max_connections,
+        max_connections_per_address=server.max_connections_per_address,
+        client_write_s=policy.timeouts.client_write_s,
+        max_buffered_bytes=max(BUFFERED_BYTES, 2 * server.max_body_bytes),
+    )
+
+
+def _secret(policy: policies.Policy) -> bytes:
+    """What users' names and cache salts are hashed under: the same for every replica that holds the same backend keys."""
+    keys = sorted(key for backend in policy.backends.values() if (key := backend_key(backend)) is not None)
+    if not keys:
+        return secrets.token_bytes(32)
+    return hashlib.blake2b("\n".join(keys).encode(), person=b"plimsoll-salt").digest()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Tells one state of a file from the next, through symbolic links; None while it is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
