@@ -25,6 +25,11 @@ def boolean(value: Any) -> str | None:
     return None if value is True or value is False else "must be true or false"
 
 
+def never(value: Any) -> str | None:
+    """Only false: the field is known and switched off."""
+    return None if value is False else "must be false"
+
+
 def integer(low: int, high: int) -> Check:
     """A whole number in [low, high]."""
     problem = f"must be an integer from {low} to {high}"

@@ -17,6 +17,7 @@ from gateway.errors import Reason, Refusal, Refused
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 ROLES = PLAIN_ROLES | {"developer", "tool"}
 _MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"})
+_BESIDE_CONTENT = _MESSAGE_KEYS - {"role", "content"}
 _IGNORED_KEYS = frozenset({"id", "type", "status", "annotations", "audio", "function_call", "logprobs", "parsed"})
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 _PART_KEYS = frozenset({"type", "cache_control", "annotations", "logprobs", "signature"})
@@ -98,7 +99,8 @@ def general(message: dict[str, Any], role: Any, content: Content, rules: media.R
                 continue
             raise media.not_allowed("This field of a message is not allowed.", f"{param}.{name[:64]}")
     value = message.get("content")
-    if role not in PLAIN_ROLES or len([name for name in message if message[name] is not None]) != 2:
+    beside = [name for name, value in message.items() if value is not None and name in _BESIDE_CONTENT]
+    if beside or role not in PLAIN_ROLES:
         content.plain = False
         _extras(message, content, param)
     if type(value) is str:

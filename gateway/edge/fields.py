@@ -10,7 +10,7 @@ Talks to: `checks`.
 
 from __future__ import annotations
 
-from gateway.edge.checks import Check, Fields, anything, boolean, choice, either, integer, items, number, table, text, tree
+from gateway.edge.checks import Check, Fields, anything, boolean, choice, either, integer, items, never, number, table, text, tree
 from gateway.edge.routes import Parser
 
 MAX_CAP = 2**31 - 1  # the largest output cap that is read; what fits is decided by the slices
@@ -136,7 +136,7 @@ TABLE: dict[Parser, dict[str, Check]] = {
         }),
         "structured_outputs": _structured_outputs,
         "truncation": choice("disabled"),
-        "background": anything,
+        "background": never,  # the answer would outlive the request that was admitted
         "store": boolean,
         "ignore_eos": boolean,
         "skip_special_tokens": boolean,
