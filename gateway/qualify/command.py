@@ -1,7 +1,7 @@
 """`plimsoll qualify`: the options, and how the result is printed.
 
-Owns: what an operator types and reads. Promises: exit code 0 with a record, 1 without one, 2 for a wrong use; an interrupt
-leaves nothing behind; the API key comes from the environment or a file, never from an argument.
+Owns: what an operator types and reads. Promises: exit code 0 with a record, 1 when the server gave none, 2 for a wrong use (a
+plan that is none); an interrupt leaves nothing behind; the API key comes from the environment or a file, never from an argument.
 Talks to: `run`, `plan`, `progress`.
 """
 
@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway import policy
-from gateway.errors import PlimsollError
 from gateway.evidence.record import Level, Record
 from gateway.qualify import plan as plans
 from gateway.qualify.plan import Plan
@@ -29,6 +28,7 @@ from gateway.qualify.progress import display
 from gateway.qualify.run import QualifyResult, Request
 from gateway.qualify.run import qualify as measure
 from gateway.qualify.search import Limits
+from gateway.qualify.session import QualifyError
 
 _SEARCH, _BACKEND = "Search", "Backend"
 
@@ -92,8 +92,8 @@ def qualify(
             result = runner.run(measure(request, progress))
     except KeyboardInterrupt:
         typer.echo("interrupted: no record was written", err=True)
-        raise typer.Exit(1) from None
-    except PlimsollError as error:
+        raise
+    except QualifyError as error:
         typer.echo(f"no record: {error}", err=True)
         raise typer.Exit(1) from None
     _print_result(result, as_json)

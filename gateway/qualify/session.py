@@ -56,8 +56,7 @@ class Guard:
         """A whole identity against the first one."""
         if observed.hash != self._first.hash or observed.contradictions:
             return self._differ(f"the configuration is {_short(observed.hash)}, the run began on {_short(self._first.hash)}")
-        one_process = self._first.api_processes in (None, 1)
-        if one_process and observed.engine_start_id != self._first.engine_start_id:
+        if observed.engine_start_id != self._first.engine_start_id:
             return self._differ("the engine was started again during the run")
         return True
 
