@@ -19,15 +19,16 @@ v(k) += cost / weight(k). V never runs backwards. Two tenants that both wait thr
 |cost(j)/w(j) − cost(k)/w(k)| ≤ max cost / w(j) + max cost / w(k), plus the refunds of what is still in flight. A pool is
 a set of backends connected by common candidates: virtual time is not compared between engines that share nothing.
 
-**Inside one tenant**, the smallest cost first. The oldest is passed at most K = 8 times while it is the oldest; then it
-is next. So the n-th oldest waits at most n·(K + 1) grants of its tenant, and short ones are not trapped behind a long.
+**Inside one tenant**, the smallest size class first (powers of four of the cost), then arrival. The oldest is passed at
+most 4 times while it is the oldest; then it is next. So the n-th oldest waits at most 5·n grants of its tenant, and short
+ones are not trapped behind a long.
 
 **Mixed boxes.** The first in fair order may find no room while others fit (a tight request under a stream of small
-ones). Others may pass it K times; then room is held for it on *one* backend, the one with least to drain,
+ones). Others may pass it K = 8 times; then room is held for it on *one* backend, the one with least to drain,
 min over its boxes of max(out(B), Σs + s − C(B)). Nothing is granted there until it fits; all else goes on elsewhere. It
 therefore waits at most K grants and the time in which what was in flight drains. Apart from held room the queue is
 work-conserving: whenever a waiting request fits, some waiting request is granted. (Under a binding KV budget each lane
-tries the smallest request of eight tenants, not of all.)
+tries the next request of eight tenants, not every one.)
 
 **Classes.** A lower class goes only where no more urgent request waits: for each lane of the urgent class one backend is
 left alone. So within one slice an urgent request waits at most for one running request of a lower class. The exception
@@ -39,7 +40,7 @@ question. A pick costs O(lanes) plus the logarithm of what waits.
 **Bounds.** The queue is bounded in requests and tokens. When it is full a newcomer displaces the newest request of the
 tenant with most waiting for its weight in the least urgent class, if that is worse off than the newcomer itself; so a
 flood fills the queue with its own requests only. The wait of a newcomer is estimated from below, (cost of more urgent
-levels + min(level, smaller requests of its tenant × Σw / w)) / drain rate; longer than its patience means a refusal on
+levels + min(level, what goes before it in its tenant × Σw / w)) / drain rate; longer than its patience means a refusal on
 arrival. The drain rate is cost released per second of backlog, forgotten over ten seconds.
 
 **Ends.** Each request has exactly one: a grant that is settled once, a refusal, or a departure. A grant made in the

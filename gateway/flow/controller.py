@@ -250,7 +250,7 @@ class Controller:
     def _too_much(self, pool: Pool, waiting: Waiting, now: float) -> Refusal | None:
         """Early refusals: the wait would be too long, or the queue is full and nobody in it should make room."""
         demand = waiting.demand
-        estimate = pool.wait_s(demand, waiting.cost)
+        estimate = pool.wait_s(waiting)
         if estimate is not None and estimate > waiting.deadline - now:
             return refusals.would_wait(estimate, waiting.deadline - now)
         backlog = self._backlog

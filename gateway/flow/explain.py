@@ -55,7 +55,7 @@ def explain(
         mask = entry.masks[route.bays.index(bay)]
         record = bay.occupancy.record_for(mask, demand.shape.sequences)
         return Explanation("admit", "a qualified slice holds it and everything in flight", bay.name, record)
-    estimate = pool.wait_s(demand, entry.cost)
+    estimate = pool.wait_s(entry)
     if estimate is not None and estimate > entry.deadline - now:
         refusal = refusals.would_wait(estimate, entry.deadline - now)
     refusal = refusal or refusals.full(queue, backlog.requests, backlog.tokens, demand, pool)

@@ -14,7 +14,7 @@ from gateway.flow.bay import Bay
 from gateway.flow.breaker import State
 from gateway.flow.demand import Demand
 from gateway.flow.drain_rate import DrainRate
-from gateway.flow.queue import OVERTAKINGS, Lane, Level, Phase, Tenant, Waiting
+from gateway.flow.queue import OVERTAKINGS, Lane, Level, Phase, Tenant, Waiting, size_class
 
 AGED_SHARE = 0.5
 """A request is aged when it has waited this part of the time it may wait."""
@@ -75,6 +75,7 @@ class Pool:
                 costs.append(envelope.cost(shape, mask))
         entry.masks, entry.blocks = tuple(masks), tuple(blocks)
         entry.cost = min(costs, default=0.0)
+        entry.size = size_class(entry.cost)
         return bool(costs)
 
     def add(self, entry: Waiting, now: float) -> None:
@@ -165,20 +166,20 @@ class Pool:
         level.overtaken(entry, pick.passes)
         self.remove(entry, Phase.GRANTED)
 
-    def wait_s(self, demand: Demand, cost: float) -> float | None:
-        """A low estimate of how long a new request would wait, from the drain rate; None while that is unknown."""
+    def wait_s(self, entry: Waiting) -> float | None:
+        """A low estimate of how long a planned newcomer would wait, from the drain rate; None while that is unknown."""
+        demand = entry.demand
         ahead = sum(level.cost for level in self.ranked if level.priority < demand.priority)
         level = self.levels.get(demand.priority)
         tenant = level.tenants.get(demand.tenant) if level is not None else None
         if level is not None and tenant is not None and tenant.waiting:
-            ahead += min(level.cost, smaller(tenant, cost) * level.weight / tenant.weight)
+            ahead += min(level.cost, before(tenant, entry.size) * level.weight / tenant.weight)
         return self.drain.seconds_for(ahead)
 
 
-def smaller(tenant: Tenant, cost: float) -> float:
-    """Cost of the tenant's waiting requests in the size classes (powers of two) below that of `cost`."""
-    size = int(cost).bit_length()
-    return sum(total for key, total in tenant.cost_by_size.items() if key < size)
+def before(tenant: Tenant, size: int) -> float:
+    """Cost of the tenant's waiting requests that go before a newcomer of this size class."""
+    return sum(total for key, total in tenant.cost_by_size.items() if key <= size)
 
 
 def is_aged(level: Level, now: float) -> bool:

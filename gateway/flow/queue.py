@@ -16,8 +16,11 @@ from typing import Any
 
 from gateway.flow.demand import Demand
 
+OVERTAKINGS_INSIDE = 4
+"""How many grants of its own tenant may pass the tenant's oldest request before it is the tenant's next."""
+
 OVERTAKINGS = 8
-"""How many grants may pass the oldest of a tenant, or the first in order that finds no room, before it must be next."""
+"""How many grants may pass the first in order, which finds no room, before room is held for it."""
 
 LOOK_AHEAD = 8
 """Tenants tried in one lane when the first one's smallest request does not fit the KV budget."""
@@ -35,7 +38,7 @@ class Waiting:
     """One request in the queue; the handle that `Controller.wait` and `leave` take."""
 
     __slots__ = ("blocks", "cost", "deadline", "demand", "enqueued_at", "future", "hold", "masks", "order", "passed", "phase",
-                 "result", "route", "share", "tenant")  # fmt: skip
+                 "result", "route", "share", "size", "tenant")  # fmt: skip
 
     def __init__(self, demand: Demand, route: Any, order: int, now: float) -> None:
         self.demand = demand
@@ -48,6 +51,7 @@ class Waiting:
         self.masks: tuple[int, ...] = ()
         self.blocks: tuple[int, ...] = ()
         self.cost = 0.0
+        self.size = 0  # see `size_class`
         self.passed = 0
         self.hold: str | None = None  # the backend whose room is held for this one
         self.phase = Phase.WAITING
@@ -105,7 +109,7 @@ class Tenant:
 
 
 class Share:
-    """One tenant's requests in one lane, smallest cost first, then arrival."""
+    """One tenant's requests in one lane, smallest size class first, then arrival."""
 
     __slots__ = ("_heap", "lane", "live", "tenant", "version")
 
@@ -114,17 +118,17 @@ class Share:
         self.lane = lane
         self.live = 0
         self.version = 0
-        self._heap: list[tuple[float, int, Waiting]] = []
+        self._heap: list[tuple[int, int, Waiting]] = []
 
     def push(self, entry: Waiting) -> None:
         self.live += 1
-        heappush(self._heap, (entry.cost, entry.order, entry))
+        heappush(self._heap, (entry.size, entry.order, entry))
         if len(self._heap) > 2 * self.live + 64:
             self._heap = [item for item in self._heap if item[2].phase is Phase.WAITING]
             heapify(self._heap)
 
     def head(self) -> Waiting:
-        """The smallest live entry; only asked while `live` > 0."""
+        """The next live entry; only asked while `live` > 0."""
         while self._heap[0][2].phase is not Phase.WAITING:
             heappop(self._heap)
         return self._heap[0][2]
@@ -269,8 +273,8 @@ class Level:
             self.weight += sign * tenant.weight
         cost = entry.cost * sign
         self.cost = self.cost + cost if self.waiting else 0.0
-        size, sizes = int(entry.cost).bit_length(), tenant.cost_by_size
-        sizes[size] = sizes.get(size, 0.0) + cost
+        sizes = tenant.cost_by_size
+        sizes[entry.size] = sizes.get(entry.size, 0.0) + cost
         if not tenant.waiting:
             sizes.clear()
 
@@ -307,7 +311,7 @@ class Level:
             return None
         tenant = best.tenant
         oldest = tenant.oldest()
-        if oldest is not None and oldest.passed >= OVERTAKINGS and oldest.share is not None and usable(oldest.share.lane):
+        if oldest is not None and oldest.passed >= OVERTAKINGS_INSIDE and oldest.share is not None and usable(oldest.share.lane):
             return oldest
         shares = [share for lane in lanes if (share := tenant.shares.get(lane)) is not None]
         return min((share.head() for share in shares), key=_size)
@@ -341,11 +345,16 @@ def _before(one: Tenant, other: Tenant) -> bool:
     return (one.vtime, one.index) < (other.vtime, other.index)
 
 
-def _size(entry: Waiting) -> tuple[float, int]:
-    return entry.cost, entry.order
+def _size(entry: Waiting) -> tuple[int, int]:
+    return entry.size, entry.order
 
 
-def _rank(entry: Waiting) -> tuple[float, int, float, int]:
+def _rank(entry: Waiting) -> tuple[float, int, int, int]:
     tenant = entry.tenant
     assert tenant is not None
-    return tenant.vtime, tenant.index, entry.cost, entry.order
+    return tenant.vtime, tenant.index, entry.size, entry.order
+
+
+def size_class(cost: float) -> int:
+    """Costs within a factor of four are alike: among them the earlier goes first."""
+    return int(cost).bit_length() // 2
