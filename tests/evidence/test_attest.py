@@ -346,6 +346,40 @@ async def test_health_and_metrics_are_not_requests_in_flight(model_dir):
         await asyncio.gather(*running)
 
 
+async def test_a_websocket_is_foreign_work_and_other_scopes_pass_through(model_dir):
+    seen = []
+
+    async def inner(scope, receive, send):
+        seen.append(scope["type"])
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.accept", "headers": []})
+            seen.append((await _identity_runtime(middleware, scope["app"]))["foreign_in_flight"])
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    app = SimpleNamespace(state=SimpleNamespace(vllm_config=make_config(model_dir), args=SimpleNamespace(api_key=[KEY])))
+    middleware = IdentityMiddleware(inner, versions=VERSIONS, hardware=HARDWARE)
+    await middleware({"type": "lifespan", "app": app}, None, send)
+    await middleware({"type": "websocket", "path": "/v1/realtime", "headers": [], "app": app}, None, send)
+    assert seen == ["lifespan", "websocket", 1]
+    assert [name for name, _ in sent[0]["headers"]] == [b"x-plimsoll-config"]
+    assert (await _identity_runtime(middleware, app))["foreign_in_flight"] == 0
+
+
+async def _identity_runtime(middleware, app):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    await middleware({"type": "http", "method": "GET", "path": "/plimsoll/identity", "headers": headers, "app": app}, None, send)
+    return json.loads(sent[1]["body"])["runtime"]
+
+
 async def test_the_tokenizer_is_handed_out_with_what_a_prompt_needs(model_dir):
     async with client_of(make_app(make_config(model_dir))) as client:
         bundle = (await client.get("/plimsoll/tokenizer", headers=AUTH)).json()

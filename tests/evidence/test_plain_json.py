@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.evidence import canonical, plain_json
@@ -20,6 +20,7 @@ DOCUMENTS = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(DOCUMENTS)
 def test_the_two_canonical_forms_agree(document):
     assert plain_json.canonical(document) == canonical.canonical(document)

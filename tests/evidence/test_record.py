@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.evidence import record as records
@@ -100,6 +100,7 @@ def test_a_record_that_is_too_large_is_not_parsed():
         records.load(b" " * (records.MAX_RECORD_BYTES + 1))
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e12, allow_nan=False))
 def test_decimals_written_by_us_are_decimals_read_by_us(value):
     text = records.decimal_text(value)

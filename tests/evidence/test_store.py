@@ -134,6 +134,15 @@ def test_a_directory_that_is_not_there_is_an_error_with_its_name(tmp_path):
         RecordStore(tmp_path / "nowhere").load()
 
 
+def test_a_store_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(StoreError, match=r"\.json: "):
+        RecordStore(tmp_path / "file").put(make_record())
+    with pytest.raises(StoreError):
+        RecordStore(tmp_path).get("0" * 64)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_raw_samples_are_written_once_and_checked(store):
     digest = store.put_samples("run.jsonl.zst", b"samples")
     record = records.validate(edited(raw_record(), "samples", {"file": "run.jsonl.zst", "sha256": digest}))

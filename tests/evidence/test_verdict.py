@@ -5,7 +5,7 @@ from dataclasses import replace
 from decimal import Decimal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.evidence import record as records
@@ -224,7 +224,7 @@ def verdict_of(raw, seen, target):
     return evaluate(records.validate(raw), seen, target, NOW)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_changing_one_precondition_flips_exactly_the_fields_that_depend_on_it(case):
     assert verdict_of(*case).fields == PASS
@@ -234,7 +234,7 @@ def test_changing_one_precondition_flips_exactly_the_fields_that_depend_on_it(ca
         assert verdict.details, break_it.__name__
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.sampled_from(list(FLIPS)), st.sampled_from(list(FLIPS)))
 def test_of_two_failures_the_earlier_rule_gives_the_reason(case, first, second):
     one, two = FLIPS[first], FLIPS[second]
@@ -243,7 +243,7 @@ def test_of_two_failures_the_earlier_rule_gives_the_reason(case, first, second):
     assert ORDER[reason] == lowest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_the_boundary_note_is_judged_whatever_the_rest_says(case):
     for break_it in FLIPS:
