@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,7 +133,8 @@ def retest_list(
         return
     out = console()
     rows = [
-        (g["model"], g["hash"][:19], g["axis"], g["count"], g.get("first"), g.get("last"), _sizes(g)) for g in found["groups"]
+        (g["model"], g["hash"][:19], g["axis"], g["count"], moment(g["first"]), moment(g["last"]), _sizes(g))
+        for g in found["groups"]
     ]
     out.print(
         table(
@@ -144,9 +146,14 @@ def retest_list(
     )
     if not rows:
         out.print("nothing has left the measured slices")
-    if found.get("changes"):
-        changes = [(c.get("at"), c["backend"], ", ".join(c.get("fields", [])) or "-") for c in found["changes"]]
+    if found["identity_changes"]:
+        changes = [(moment(c["at"]), c["backend"], ", ".join(c["fields"]) or "-") for c in found["identity_changes"]]
         out.print(table("Identity changes", ("when", "backend", "fields that differ"), changes))
+
+
+def moment(seconds: float) -> str:
+    """Unix seconds as people write it, in UTC."""
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def _sizes(group: dict[str, Any]) -> str:
@@ -228,4 +235,4 @@ def _screen(gateway: str, key: str) -> RenderableType:
 
 
 def _rows(found: Any) -> list[dict[str, Any]]:
-    return found if isinstance(found, list) else list(found.get("requests", []))
+    return list(found["refusals"])

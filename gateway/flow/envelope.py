@@ -189,7 +189,7 @@ _REASONS = {
 
 def _out(axis: Axis, what: str, fits: str) -> Refusal:
     reason, param = _REASONS[axis]
-    return Refusal(reason, f"{what}; what fits is {fits}", axis=axis, param=param, fits=fits)
+    return Refusal(reason, what, axis=axis, param=param, fits=fits)
 
 
 def _feature(shape: Shape, boxes: list[Box]) -> Refusal:
