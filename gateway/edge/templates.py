@@ -168,17 +168,20 @@ def _content_parameters(tree: nodes.Template, macro: nodes.Macro, items: set[str
     return given
 
 
-_PROBE = 'Zq7 “é” <b>&amp;</b> "x" \\ \t{y} end'
+_MARK = "Zq7x"  # told from anything a template says
+_ODD = ' “é” <b>&amp;</b> "x" \\ \t{y} end'  # what a filter would escape or change
 _SLACK = 16  # bytes a date or another value of the moment may vary by
-_PATTERNS = ("u", "uu", "ua", "uau", "uaua", "uauau", "uauauau", "us", "usu", "su", "suu", "sus", "susu", "sua", "suau", "suauau")
+_PATTERNS = (
+    "u", "uu", "ua", "uau", "uaua", "uauau", "uauauau", "us", "usu", "su", "suu", "sus", "susu", "sua", "suau", "suauau",
+)  # fmt: skip
 _ROLES = {"s": "system", "u": "user", "a": "assistant"}
 
 
 def _measure(template: ChatTemplate) -> Overhead | None:
     """The fixed text a template adds, from rendering small conversations of every order of roles.
 
-    None when nothing renders, when a content is printed twice or changed, or when longer content grows the prompt by
-    more than its own bytes: then only an exact count can tell.
+    None when nothing renders, when a content is printed twice or changed (dropped is fine), or when longer content grows
+    the prompt by more than its own bytes: then only an exact count can tell.
     """
     found = list(_overheads(template))
     sizes = {pattern: size for pattern, size in found if size is not None}
@@ -200,12 +203,14 @@ def _measure(template: ChatTemplate) -> Overhead | None:
 def _overheads(template: ChatTemplate) -> Iterator[tuple[str, int | None]]:
     """(pattern, fixed bytes) of each pattern that renders; None for one that breaks the rules."""
     for pattern in _PATTERNS:
-        texts = [f"{_PROBE}{index}." for index in range(len(pattern))]
+        marks = [f"{_MARK}{index}." for index in range(len(pattern))]
+        texts = [mark + _ODD for mark in marks]
         short = _sized(template, pattern, texts)
-        long = _sized(template, pattern, [text + " abc" * 64 for text in texts])
+        long = _sized(template, pattern, [text + (" abc" + _ODD) * 32 for text in texts])
         if short is None or long is None:
             continue
-        once = max(short[1].count(text) for text in texts) <= 1
+        seen = [short[1].count(mark) for mark in marks]
+        once = max(seen) <= 1 and seen == [short[1].count(text) for text in texts]
         yield pattern, short[0] if once and long[0] <= short[0] else None
 
 

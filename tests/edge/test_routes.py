@@ -4,7 +4,8 @@ from gateway.edge import routes
 def test_only_the_listed_paths_exist() -> None:
     assert routes.find(b"/v1/chat/completions") is routes.ROUTES[b"/v1/chat/completions"]
     for path in (b"/v1/chat/completions/", b"//v1/chat/completions", b"/v1/Chat/completions", b"/v1/chat%2Fcompletions",
-                 b"/v1/../v1/models", b"/v1/models/", b"/invocations", b"/", b"", b"/version", b"/v1/modelsx", b"/v1/models\0"):  # fmt: skip
+                 b"/v1/../v1/models", b"/v1/models/", b"/invocations", b"/",
+                 b"", b"/version", b"/v1/modelsx", b"/v1/models\0"):  # fmt: skip
         assert routes.find(path) is None, path
 
 

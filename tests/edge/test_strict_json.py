@@ -2,7 +2,7 @@ import json
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.edge import strict_json
@@ -57,6 +57,7 @@ def test_colons_in_strings_are_no_duplicates(raw: bytes) -> None:
     assert found.document == json.loads(raw)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(max_size=6), VALUES, max_size=5), st.booleans(), st.booleans())
 def test_what_is_read_is_what_is_sent(document: dict[str, object], escaped: bool, spaced: bool) -> None:
     raw = json.dumps(document, ensure_ascii=escaped, indent=1 if spaced else None).encode("utf-8", "surrogatepass")
@@ -67,6 +68,7 @@ def test_what_is_read_is_what_is_sent(document: dict[str, object], escaped: bool
     assert orjson.loads(found.compact) == found.document == orjson.loads(raw)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.text(":ab", max_size=2), VALUES), max_size=6), st.booleans())
 def test_duplicates_against_a_plain_model(pairs: list[tuple[str, object]], escaped: bool) -> None:
     text = "{" + ",".join(json.dumps(k, ensure_ascii=escaped) + ":" + json.dumps(v, ensure_ascii=escaped) for k, v in pairs) + "}"
