@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from gateway.qualify.progress import display
 from gateway.qualify.run import QualifyResult, Request
 from gateway.qualify.run import qualify as measure
 from gateway.qualify.search import Limits
+from gateway.qualify.secret import api_key as find_api_key
 from gateway.qualify.session import QualifyError
 
 _SEARCH, _BACKEND = "Search", "Backend"
@@ -82,7 +82,7 @@ def qualify(
             backend=_backend(backend, identity),
             plan=chosen,
             out=out,
-            api_key=_api_key(api_key_env, api_key_file),
+            api_key=find_api_key(api_key_env, api_key_file),
             search=limits if find_concurrency else None,
             most=max_concurrency,
             supersede=supersede,
@@ -110,15 +110,6 @@ def _backend(url: str, identity: Path | None) -> policy.Backend:
         raise typer.BadParameter(f"{identity}: {error}") from error
     except ValidationError as error:
         raise typer.BadParameter("; ".join(e["msg"] for e in error.errors(include_url=False))) from error
-
-
-def _api_key(variable: str, file: Path | None) -> str | None:
-    if file is None:
-        return os.environ.get(variable) or None
-    try:
-        return file.read_text(encoding="utf-8").strip() or None
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file}: {error}") from error
 
 
 def _print_steps(plan: Plan, as_json: bool) -> None:

@@ -1,7 +1,7 @@
-"""`plimsoll records report` and `plimsoll records import`.
+"""`plimsoll records report`: a record as a page and pictures.
 
-Owns: what an operator types for these two. Promises: existing files are replaced only when they are this command's own output.
-Talks to: `report`, `importers`, `evidence.store`.
+Owns: what an operator types for it. Promises: a record whose raw samples are missing or changed still gets its report, which
+says so. Talks to: `report`, `samples`.
 """
 
 from __future__ import annotations
