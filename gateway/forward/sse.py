@@ -112,6 +112,9 @@ class Scanner:
             self.content_events += count
             return
         for event in block.split(b"\n\n"):
+            if self.content_events and event.startswith(b"data:") and not self._remarkable(event):
+                self.content_events += 1
+                continue
             lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
             if lines:
                 self._event(b"\n".join(lines))
