@@ -121,7 +121,7 @@ class EngineDriver:
     def die(self) -> None:
         """Fail every request in the engine."""
         for collector, _, _ in list(self._routes.values()):
-            collector.fail(EngineDeadError("EngineCore encountered an issue. See stack trace (above) for the root cause."))
+            collector.fail(EngineDeadError("EngineCore encountered an issue."))
 
     def submit(self, specs: Sequence[SequenceSpec]) -> Collector:
         """Queue the sequences of one request; deltas carry their index in `specs`. Raises EngineBusyError."""
