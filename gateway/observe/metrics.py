@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.errors import Outcome, Reason
+from gateway.observe.cells import Account, Cell, add_tokens, observe_stream
 from gateway.observe.exchange import Exchange
 from gateway.observe.exposition import GAUGES, HISTOGRAM_NAMES, Sample, Snapshot, render
 from gateway.observe.histogram import ANSWER_S, FIRST_S, OVERHEAD_S, TOKEN_S, WAIT_S, Histogram
@@ -35,32 +36,6 @@ class Names:
     backends: frozenset[str] = frozenset()
 
 
-class _Cell:
-    """All that one (model, class) touches, found with one lookup. A plain success costs no enum hashing: `served`."""
-
-    __slots__ = ("ends", "labels", "request", "served", "served_wait", "tpot", "ttft")
-
-    def __init__(self, labels: tuple[str, str], request: Histogram, wait: Histogram, ttft: Histogram, tpot: Histogram) -> None:
-        self.labels = labels
-        self.served = 0
-        self.ends: dict[tuple[Outcome, Reason], int] = {}
-        self.request = request
-        self.served_wait = wait
-        self.ttft = ttft
-        self.tpot = tpot
-
-
-class _Account:
-    """What one tenant's requests came to."""
-
-    __slots__ = ("input", "others", "output", "reserved", "served", "wasted")
-
-    def __init__(self) -> None:
-        self.served = 0
-        self.others = {outcome: 0 for outcome in Outcome if outcome is not _SERVED}
-        self.input = self.output = self.reserved = self.wasted = 0
-
-
 class Metrics:
     """One instance a process. All methods but `render` belong to the event loop's thread."""
 
@@ -68,9 +43,9 @@ class Metrics:
         self._names = names
         self._room = max_series - _RESERVE
         self._folded = 0
-        self._cells: dict[tuple[str | None, str | None], _Cell] = {}
+        self._cells: dict[tuple[str | None, str | None], Cell] = {}
         self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = {name: {} for name in HISTOGRAM_NAMES}
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
         self._counters: dict[str, dict[tuple[str, ...], float]] = {}
         self._gauges: dict[str, Reader] = {}
         self._overhead = self._histogram("plimsoll_overhead_seconds", (), OVERHEAD_S)
@@ -102,9 +77,9 @@ class Metrics:
         if dispatched is not None:
             last = exchange.last_at
             own -= (ended if last is None else last) - dispatched
-            _add_tokens(account, exchange)
+            add_tokens(account, exchange)
             if exchange.stream and exchange.first_at is not None:
-                _observe_stream(cell, exchange, exchange.first_at - dispatched)
+                observe_stream(cell, exchange, exchange.first_at - dispatched)
         self._overhead.observe(own if own > 0 else 0.0)
 
     def gaps(self, model: str | None) -> Histogram:
@@ -169,16 +144,16 @@ class Metrics:
 
     # -- children ----------------------------------------------------------------------------------------------------
 
-    def _cell(self, exchange: Exchange) -> _Cell:
+    def _cell(self, exchange: Exchange) -> Cell:
         labels = (self._model(exchange.model), self._class(exchange.priority_class))
         if labels not in self._cells and not self._take(1):
             labels = (OTHER, OTHER)
         return self._cell_of(labels)
 
-    def _cell_of(self, labels: tuple[str, str]) -> _Cell:
+    def _cell_of(self, labels: tuple[str, str]) -> Cell:
         found = self._cells.get(labels)
         if found is None:
-            found = self._cells[labels] = _Cell(
+            found = self._cells[labels] = Cell(
                 labels,
                 self._histogram("plimsoll_request_seconds", labels, ANSWER_S),
                 self._histogram("plimsoll_queue_wait_seconds", (*labels, _SERVED), WAIT_S),
@@ -187,7 +162,7 @@ class Metrics:
             )
         return found
 
-    def _ended_otherwise(self, cell: _Cell, account: _Account, outcome: Outcome, reason: Reason) -> Histogram:
+    def _ended_otherwise(self, cell: Cell, account: Account, outcome: Outcome, reason: Reason) -> Histogram:
         """Count an end that is not a plain success; returns the histogram its wait belongs to."""
         end = (outcome, reason)
         if end not in cell.ends and not self._take(1):
@@ -199,14 +174,14 @@ class Metrics:
         account.others[outcome] += 1
         return self._histogram("plimsoll_queue_wait_seconds", (*cell.labels, outcome), WAIT_S)
 
-    def _account(self, tenant: str | None) -> _Account:
+    def _account(self, tenant: str | None) -> Account:
         name = tenant if tenant in self._names.tenants else OTHER
         found = self._accounts.get(name)
         if found is not None:
             return found
         if not self._take(len(Outcome) + 4):
             name = OTHER
-        return self._accounts.setdefault(name, _Account())
+        return self._accounts.setdefault(name, Account())
 
     def _histogram(self, family: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> Histogram:
         rows = self._histograms[family]
@@ -240,22 +215,3 @@ class Metrics:
 
     def _backend(self, name: str | None) -> str:
         return name if name is not None and name in self._names.backends else OTHER
-
-
-def _observe_stream(cell: _Cell, exchange: Exchange, ttft_s: float) -> None:
-    """TTFT, and TPOT = time after the first token / (output tokens of one sequence - 1), where both ends are known."""
-    cell.ttft.observe(ttft_s)
-    output, shape, first, last = exchange.output_tokens, exchange.shape, exchange.first_at, exchange.last_at
-    if output is not None and shape is not None and first is not None and last is not None and output > shape.sequences:
-        cell.tpot.observe((last - first) / (output / shape.sequences - 1))
-
-
-def _add_tokens(account: _Account, exchange: Exchange) -> None:
-    """Reserved: what the shape held. Wasted: what the engine read and wrote for an answer that did not arrive whole."""
-    used_input, used_output = exchange.input_tokens or 0, exchange.output_tokens or 0
-    account.input += used_input
-    account.output += used_output
-    if exchange.shape is not None:
-        account.reserved += exchange.shape.tokens
-    if exchange.outcome is not Outcome.SERVED:
-        account.wasted += used_input + used_output
