@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from gateway.flow.queue import Phase, Waiting
+from gateway.flow.waiting import Phase, Waiting
 
 _SLACK = 1024
 

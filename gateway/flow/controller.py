@@ -19,12 +19,14 @@ from gateway.flow.breaker import Breaker, Result, State
 from gateway.flow.demand import Closed, Demand, Gate
 from gateway.flow.explain import Explanation, explain
 from gateway.flow.grant import Grant
+from gateway.flow.observed import Observer
 from gateway.flow.pool import Pool, Route, prefers
-from gateway.flow.queue import Level, Phase, Waiting
+from gateway.flow.queue import Level
 from gateway.flow.quotas import Quotas
 from gateway.flow.shape import Shape
 from gateway.flow.snapshot import Snapshot, take
 from gateway.flow.topology import Topology
+from gateway.flow.waiting import Phase, Waiting
 
 Trigger = Callable[[str, str, Axis, Shape], None]
 """(model, backend, axis, shape): a request left the measured slices this way."""
@@ -45,6 +47,7 @@ class Controller:
         self._routes = self._topology.routes
         self._quotas = Quotas()
         self._backlog = Backlog()
+        self._observer: Observer | None = None
         self._draining: Refusal | None = None
         self._arrivals = 0
 
@@ -84,9 +87,10 @@ class Controller:
         self._queue = queue
         self._topology.set_breaker(breaker)
 
-    def bay(self, name: str) -> Bay:
-        """The backend's place. For `observed`; others ask `snapshot`."""
-        return self._topology.bay(name)
+    def set_enforcement(self, *, observe: bool) -> None:
+        """Whether decisions are only counted (policy `enforcement: observe`), from the next request on."""
+        if observe != (self._observer is not None):
+            self._observer = Observer(self, self._topology) if observe else None
 
     def breaker(self, name: str) -> Breaker:
         """The backend's breaker, to be read or reset."""
@@ -103,6 +107,10 @@ class Controller:
 
     def request(self, demand: Demand, now: float) -> Grant | Waiting | Refusal:
         """Decide on one request. Waiting must be followed by `wait` or `leave`, a Grant by its `settle`."""
+        return self.decide(demand, now) if self._observer is None else self._observer.request(demand, now)
+
+    def decide(self, demand: Demand, now: float) -> Grant | Waiting | Refusal:
+        """The enforcing decision, also when it is only watched."""
         if self._draining is not None:
             return self._draining
         if demand.caller_deadline is not None and demand.caller_deadline <= now:
@@ -165,7 +173,8 @@ class Controller:
 
     def snapshot(self, now: float) -> Snapshot:
         """In flight, reserved and waiting, for metrics and the console; O(in flight + waiting)."""
-        return take(self._topology.bays.values(), self._topology.pools, now)
+        observed = dict(self._observer.counts) if self._observer is not None else {}
+        return take(self._topology.bays.values(), self._topology.pools, now, observed)
 
     def hash_of(self, name: str) -> str:
         """The configuration hash behind the backend's gate, "" when it was never open."""

@@ -14,7 +14,7 @@ from gateway.flow import refusals
 from gateway.flow.backlog import Backlog
 from gateway.flow.demand import Demand
 from gateway.flow.pool import Route, choose
-from gateway.flow.queue import Waiting
+from gateway.flow.waiting import Waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from gateway.errors import Refusal
 from gateway.flow.bay import Bay, size_bucket
 from gateway.flow.breaker import Permit, Result, State
 from gateway.flow.demand import Demand, SettledTwice
-from gateway.flow.queue import Tenant
+from gateway.flow.lanes import Tenant
 from gateway.flow.shape import Shape
 
 
@@ -64,6 +65,11 @@ class Grant:
         """The backend's name."""
         return self._bay.name
 
+    @property
+    def would(self) -> Refusal | None:
+        """Under `enforcement: observe`, the refusal an enforcing gateway had said; here nothing."""
+        return None
+
     def prefill_done(self) -> None:
         """The first token has come: from now on the request counts as decoding."""
         if not self.settled and not self.decoding:
@@ -77,9 +83,14 @@ class Grant:
 
     def report(self, result: Result, now: float) -> None:
         """Tell the breaker what this request says about the backend; only the first report counts."""
-        permit, self._permit = self._permit, None
+        permit = self.take_permit()
         if permit is not None:
             self._bay.breaker.record(permit, result, now)
+
+    def take_permit(self) -> Permit | None:
+        """The breaker's permit, for whoever will report; None once it was taken or reported."""
+        permit, self._permit = self._permit, None
+        return permit
 
     def settle(self, now: float, input_tokens: int | None = None, output_tokens: int | None = None) -> None:
         """The response has ended. Token counts are the whole request's, None where nothing is known (the reservation

@@ -1,23 +1,24 @@
 """Admission that only watches (`enforcement: observe`): everything real is let through, everything is still decided.
 
-Owns the difference between what is sent and what would have been sent. Promises: the decision is the enforcing
-controller's own, run against the virtual set of what it would have admitted; a virtual request leaves that set when the
-real one ends. Quotas, the caller's deadline, draining, breakers and backends that cannot be reached hold as ever; only
-evidence, slices, concurrency and budgets are relaxed. Talks to: `controller`.
+Owns the difference between what is sent and what would have been sent. Promises: the decision is the enforcing one,
+run against the virtual set of what it would have admitted; a virtual request leaves that set, or the virtual queue, when
+the real one ends. Quotas, the caller's deadline, draining, breakers and backends that cannot be reached hold as ever; only
+evidence, slices, concurrency and budgets are relaxed. Talks to: `topology`; the controller through `Decider`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from typing import Protocol
 
 from gateway.errors import Reason, Refusal
+from gateway.flow.bay import UNSEEN, Bay
 from gateway.flow.breaker import Result
-from gateway.flow.controller import Controller
-from gateway.flow.demand import Demand, SettledTwice
+from gateway.flow.demand import Closed, Demand, SettledTwice
 from gateway.flow.grant import Grant
 from gateway.flow.pool import prefers
-from gateway.flow.queue import Phase, Waiting
+from gateway.flow.topology import Topology
+from gateway.flow.waiting import Phase, Waiting
 
 RELAXED = frozenset({
     Reason.OUT_OF_SLICE_INPUT, Reason.OUT_OF_SLICE_OUTPUT, Reason.OUT_OF_SLICE_SEQUENCES, Reason.OUT_OF_SLICE_FEATURE,
@@ -27,97 +28,82 @@ RELAXED = frozenset({
 """What an observing gateway counts and lets through."""
 
 
-class ObservedGrant:
-    """A real request on its way, and the virtual decision beside it. The same face as `Grant`.
+class Decider(Protocol):
+    """The enforcing decision."""
 
-    `would`: the refusal an enforcing gateway had said by now; None while it would have been admitted or would wait.
-    """
+    def decide(self, demand: Demand, now: float) -> Grant | Waiting | Refusal: ...
 
-    __slots__ = ("_decision", "_observer", "backend", "demand", "queue_s", "settled", "shape")
+    def leave(self, waiting: Waiting) -> None: ...
 
-    def __init__(self, observer: Observer, demand: Demand, backend: str, decision: Grant | Waiting | Refusal) -> None:
-        self._observer = observer
-        self._decision = decision
-        self.backend = backend
+
+class ObservedGrant(Grant):
+    """A real request on its way, and the virtual decision beside it."""
+
+    __slots__ = ("_decision", "_observer")
+
+    def __init__(self, observer: Observer, demand: Demand, bay: Bay, decision: Grant | Waiting | Refusal, now: float) -> None:
         self.demand = demand
         self.shape = demand.shape
+        self.tokens = demand.shape.tokens
         self.queue_s = 0.0
+        self.hash = bay.hash
+        self.record = decision.record if isinstance(decision, Grant) else ""
         self.settled = False
-
-    @property
-    def _grant(self) -> Grant | None:
-        decision = self._decision
-        if isinstance(decision, Waiting):
-            decision = decision.result
-        return decision if isinstance(decision, Grant) else None
-
-    @property
-    def record(self) -> str:
-        """The record that would have held it; "" when none would."""
-        grant = self._grant
-        return grant.record if grant is not None else ""
-
-    @property
-    def hash(self) -> str:
-        """The configuration hash of the backend it was sent to; "" while that is unknown."""
-        return self._observer.controller.hash_of(self.backend)
+        self._bay = bay
+        self._permit = decision.take_permit() if isinstance(decision, Grant) else bay.breaker.allow(now)
+        self._decision = decision
+        self._observer = observer
 
     @property
     def would(self) -> Refusal | None:
+        """The refusal an enforcing gateway had said by now; None while it would have been admitted or would wait."""
         decision = self._decision.result if isinstance(self._decision, Waiting) else self._decision
         return decision if isinstance(decision, Refusal) else None
 
     def prefill_done(self) -> None:
-        grant = self._grant
-        if grant is not None:
-            grant.prefill_done()
-
-    def composition(self) -> dict[str, int]:
-        grant = self._grant
-        return grant.composition() if grant is not None else {}
-
-    def report(self, result: Result, now: float) -> None:
-        """The backend really answered, or failed: the breaker is real."""
-        grant = self._grant
-        if grant is not None and grant.backend == self.backend and not grant.settled:
-            grant.report(result, now)
-        else:
-            self._observer.controller.report(self.backend, result, now)
+        """The first token has come."""
+        decision = self._decision.result if isinstance(self._decision, Waiting) else self._decision
+        if isinstance(decision, Grant):
+            decision.prefill_done()
 
     def settle(self, now: float, input_tokens: int | None = None, output_tokens: int | None = None) -> None:
         """The real response has ended. Raises SettledTwice on a second call."""
         if self.settled:
             raise SettledTwice(f"an observed grant on {self.backend} was settled twice")
         self.settled = True
+        self.report(Result.IGNORED, now)
         self._observer.ended(self._decision, self.backend, now, input_tokens, output_tokens)
+
+    def give_back(self, now: float) -> None:
+        """Nothing was sent."""
+        self.settle(now, 0, 0)
 
 
 class Observer:
-    """Stands where the controller stands. `running`: real requests by backend."""
+    """Stands before the decider. `running`: real requests by backend; `counts`: admitted, waited, or the reason of the no."""
 
-    def __init__(self, controller: Controller, reachable: Callable[[str], bool]) -> None:
-        """`reachable`: whether the backend answers at all, whatever its evidence says."""
-        self.controller = controller
+    def __init__(self, decider: Decider, topology: Topology) -> None:
         self.running: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()  # admitted, waited, or the reason it would have been refused for
-        self._reachable = reachable
+        self.counts: Counter[str] = Counter()
+        self._decider = decider
+        self._topology = topology
 
-    def request(self, demand: Demand, now: float) -> ObservedGrant | Refusal:
+    def request(self, demand: Demand, now: float) -> Grant | Refusal:
         """Decide, then send it anyway, unless the refusal is one of those that always hold."""
-        decision = self.controller.request(demand, now)
+        decision = self._decider.decide(demand, now)
         if isinstance(decision, Refusal) and decision.reason not in RELAXED:
             return decision
-        backend = decision.backend if isinstance(decision, Grant) else self._least_loaded(demand, now)
-        if backend is None:
+        bay = self._topology.bay(decision.backend) if isinstance(decision, Grant) else self._least_loaded(demand, now)
+        if bay is None:
             if isinstance(decision, Waiting):
-                self.controller.leave(decision)
-            return decision if isinstance(decision, Refusal) else _unreachable()
+                self._decider.leave(decision)
+            return Refusal(Reason.BACKEND_UNAVAILABLE, "no backend of the model can be reached", retry_after_s=1)
         if isinstance(decision, Grant):
             self.counts["admitted"] += 1
         elif isinstance(decision, Refusal):
             self.counts[decision.reason.value] += 1
-        self.running[backend] += 1
-        return ObservedGrant(self, demand, backend, decision)
+        self.running[bay.name] += 1
+        return ObservedGrant(self, demand, bay, decision, now)
 
     def ended(
         self, decision: Grant | Waiting | Refusal, backend: str, now: float, input_tokens: int | None, output_tokens: int | None
@@ -125,29 +111,28 @@ class Observer:
         """A real request has ended: its virtual twin leaves the virtual set, or the virtual queue."""
         self.running[backend] -= 1
         if isinstance(decision, Waiting):
-            self.counts["waited" if not isinstance(decision.result, Refusal) else decision.result.reason.value] += 1
+            self.counts[decision.result.reason.value if isinstance(decision.result, Refusal) else "waited"] += 1
             if decision.phase is Phase.GRANTED:
                 decision.phase = Phase.TAKEN
                 decision = decision.result
-            elif decision.phase is Phase.WAITING:
-                self.controller.leave(decision)
+            else:
+                self._decider.leave(decision)
         if isinstance(decision, Grant):
             decision.settle(now, input_tokens, output_tokens)
 
-    def _least_loaded(self, demand: Demand, now: float) -> str | None:
-        best: str | None = None
-        for name in demand.backends:
-            if not self._reachable(name) or not self.controller.breaker(name).would_allow(now):
+    def _least_loaded(self, demand: Demand, now: float) -> Bay | None:
+        """The reachable candidate with fewest real requests; affinity on ties."""
+        best: Bay | None = None
+        for bay in map(self._topology.bay, demand.backends):
+            if not reachable(bay) or not bay.breaker.would_allow(now):
                 continue
-            if best is None or self.running[name] < self.running[best] or self._tie(demand, name, best):
-                best = name
+            more = 0 if best is None else self.running[bay.name] - self.running[best.name]
+            if best is None or more < 0 or (more == 0 and prefers(demand.affinity, bay, best)):
+                best = bay
         return best
 
-    def _tie(self, demand: Demand, name: str, other: str) -> bool:
-        if self.running[name] != self.running[other]:
-            return False
-        return prefers(demand.affinity, self.controller.bay(name), self.controller.bay(other))
 
-
-def _unreachable() -> Refusal:
-    return Refusal(Reason.BACKEND_UNAVAILABLE, "no backend of the model can be reached", retry_after_s=1)
+def reachable(bay: Bay) -> bool:
+    """Whether the backend answers at all, whatever its evidence says."""
+    gate = bay.gate
+    return gate is not UNSEEN and not (isinstance(gate, Closed) and gate.refusal.reason is Reason.BACKEND_UNAVAILABLE)

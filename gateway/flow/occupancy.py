@@ -76,6 +76,10 @@ class Occupancy:
         """Sequences of this mask that could still be added, budget aside; never negative."""
         return max(0, self.envelope.cap(mask & self.possible) - self.sequences - self.foreign)
 
+    def full(self) -> bool:
+        """Whether no request of any shape could be added."""
+        return self.sequences + self.foreign >= self.envelope.cap(self.possible)
+
     def to_drain(self, mask: int, sequences: int) -> int:
         """How much of what is in flight must end before the request could fit: the least over its boxes."""
         over = self.sequences + self.foreign + sequences

@@ -14,7 +14,9 @@ from gateway.flow.bay import Bay
 from gateway.flow.breaker import State
 from gateway.flow.demand import Demand
 from gateway.flow.drain_rate import DrainRate
-from gateway.flow.queue import OVERTAKINGS, Lane, Level, Phase, Tenant, Waiting, size_class
+from gateway.flow.lanes import Lane, Tenant
+from gateway.flow.queue import OVERTAKINGS, Level
+from gateway.flow.waiting import Phase, Waiting, size_class
 
 AGED_SHARE = 0.5
 """A request is aged when it has waited this part of the time it may wait."""
@@ -46,9 +48,10 @@ class Pick(NamedTuple):
 class Pool:
     """Levels by priority, most urgent first."""
 
-    __slots__ = ("drain", "levels", "ranked", "waiting")
+    __slots__ = ("bays", "drain", "levels", "ranked", "waiting")
 
     def __init__(self) -> None:
+        self.bays: list[Bay] = []
         self.levels: dict[int, Level] = {}
         self.ranked: list[Level] = []
         self.waiting = 0
@@ -97,6 +100,7 @@ class Pool:
 
     def absorb(self, other: Pool, now: float) -> None:
         """Take over another pool's requests and tenants; each tenant keeps its distance to its level's clock."""
+        self.bays += other.bays
         for level in other.ranked:
             mine = self.level(level.priority)
             for tenant in level.tenants.values():
@@ -122,32 +126,35 @@ class Pool:
 
     def pick(self, now: float) -> Pick | None:
         """The next grant, or None when nobody may go now."""
-
-        def usable(lane: Lane) -> bool:
-            return any(mask and bay.ready(now) for bay, mask in zip(lane.route.bays, lane.masks, strict=True))
-
+        ready = [bay for bay in self.bays if bay.ready(now)]
+        if all(bay.occupancy.full() for bay in ready):
+            return None
         held: set[Bay] = set()
-        for level in self._in_order(now):
-            first = level.first(usable)
+        levels = list(self._in_order(now))
+        for level in levels:
+            lanes = level.usable(ready)
+            first = level.first(lanes)
             if first is None:
                 continue
-            bay = choose(first, now, held)
-            if bay is not None:
-                return Pick(level, first, bay, None)
-            target = hold_on(first, now, held)
-            if target is not None and first.passed >= OVERTAKINGS:
-                held.add(target)
-            entry = level.fitting(lambda waiting: choose(waiting, now, held) is not None, usable)
-            if entry is not None and (bay := choose(entry, now, held)) is not None:
-                return Pick(level, entry, bay, first if bay in first.route.bays else None)
-            held.update(self._waited_for(level, first, now, held))
+            pick = self._from_level(level, lanes, first, now, held)
+            if pick is not None:
+                return pick
+            if level is not levels[-1]:
+                held.update(_waited_for(lanes, first, now, held))
         return None
 
     @staticmethod
-    def _waited_for(level: Level, first: Waiting, now: float, held: set[Bay]) -> set[Bay]:
-        """The backends that lower classes must leave alone: one for every lane of this level."""
-        heads = [first, *(share.head() for lane in level.lanes.values() if (share := lane.lead()) is not None)]
-        return {bay for entry in heads if (bay := hold_on(entry, now, held)) is not None}
+    def _from_level(level: Level, lanes: list[Lane], first: Waiting, now: float, held: set[Bay]) -> Pick | None:
+        """The first in order if it fits; else hold room for it when it has been passed enough, and take the next that fits."""
+        bay = choose(first, now, held)
+        if bay is not None:
+            return Pick(level, first, bay, None)
+        if first.passed >= OVERTAKINGS and (target := hold_on(first, now, held)) is not None:
+            held.add(target)
+        entry = level.fitting(lanes, lambda waiting: choose(waiting, now, held) is not None)
+        if entry is None or (bay := choose(entry, now, held)) is None:
+            return None
+        return Pick(level, entry, bay, first if bay in first.route.bays else None)
 
     def _in_order(self, now: float) -> Iterator[Level]:
         waiting = [level for level in self.ranked if level.waiting]
@@ -175,6 +182,12 @@ class Pool:
         if level is not None and tenant is not None and tenant.waiting:
             ahead += min(level.cost, before(tenant, entry.size) * level.weight / tenant.weight)
         return self.drain.seconds_for(ahead)
+
+
+def _waited_for(lanes: list[Lane], first: Waiting, now: float, held: set[Bay]) -> set[Bay]:
+    """The backends that less urgent classes must leave alone: one for every lane of this level."""
+    heads = [first, *(share.head() for lane in lanes if (share := lane.lead()) is not None)]
+    return {bay for entry in heads if (bay := hold_on(entry, now, held)) is not None}
 
 
 def before(tenant: Tenant, size: int) -> float:

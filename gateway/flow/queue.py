@@ -1,20 +1,22 @@
 """Who is next: fair order over tenants, bounded overtaking inside one. The maths is in the package's docstring.
 
 Owns the waiting requests of one priority level. Promises: virtual time never runs backwards; enqueue, removal and
-picking cost O(lanes + log n); every entry is in the queue exactly while its state is WAITING. Knows nothing of
-backends: whether an entry fits is asked of the caller. Talks to: `demand`.
+picking cost O(lanes + log n); every entry is in the queue exactly while its phase is WAITING. Whether an entry fits a
+backend is asked of the caller. Talks to: `lanes`, `waiting`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from enum import Enum
-from heapq import heapify, heappop, heappush
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
-from gateway.flow.demand import Demand
+from gateway.flow.lanes import Lane, Share, Tenant
+from gateway.flow.waiting import Phase, Waiting
+
+if TYPE_CHECKING:
+    from gateway.flow.bay import Bay
+    from gateway.flow.pool import Route
 
 OVERTAKINGS_INSIDE = 4
 """How many grants of its own tenant may pass the tenant's oldest request before it is the tenant's next."""
@@ -24,165 +26,6 @@ OVERTAKINGS = 8
 
 LOOK_AHEAD = 8
 """Tenants tried in one lane when the first one's smallest request does not fit the KV budget."""
-
-
-class Phase(Enum):
-    WAITING = 1
-    GRANTED = 2
-    REFUSED = 3
-    TAKEN = 4  # the waiter has its grant
-    LEFT = 5
-
-
-class Waiting:
-    """One request in the queue; the handle that `Controller.wait` and `leave` take."""
-
-    __slots__ = ("blocks", "cost", "deadline", "demand", "enqueued_at", "future", "hold", "masks", "order", "passed", "phase",
-                 "result", "route", "share", "size", "tenant")  # fmt: skip
-
-    def __init__(self, demand: Demand, route: Any, order: int, now: float) -> None:
-        self.demand = demand
-        self.route = route
-        self.order = order
-        self.enqueued_at = now
-        self.deadline = demand.queue_deadline
-        if demand.caller_deadline is not None:
-            self.deadline = min(self.deadline, demand.caller_deadline)
-        self.masks: tuple[int, ...] = ()
-        self.blocks: tuple[int, ...] = ()
-        self.cost = 0.0
-        self.size = 0  # see `size_class`
-        self.passed = 0
-        self.hold: str | None = None  # the backend whose room is held for this one
-        self.phase = Phase.WAITING
-        self.result: Any = None
-        self.future: asyncio.Future[None] | None = None
-        self.share: Share | None = None
-        self.tenant: Tenant | None = None
-
-    def __lt__(self, other: Waiting) -> bool:
-        return self.order < other.order
-
-
-class Tenant:
-    """One tenant's account in one level: virtual time used, and what it has waiting."""
-
-    __slots__ = ("_arrivals", "cost_by_size", "index", "name", "shares", "vtime", "waiting", "weight")
-
-    def __init__(self, name: str, index: int) -> None:
-        self.name = name
-        self.index = index
-        self.weight = 1.0
-        self.vtime = 0.0
-        self.waiting = 0
-        self.shares: dict[Lane, Share] = {}
-        self.cost_by_size: dict[int, float] = {}
-        self._arrivals: deque[Waiting] = deque()
-
-    def oldest(self) -> Waiting | None:
-        """The earliest arrival still waiting."""
-        arrivals = self._arrivals
-        while arrivals and arrivals[0].phase is not Phase.WAITING:
-            arrivals.popleft()
-        return arrivals[0] if arrivals else None
-
-    def newest(self) -> Waiting | None:
-        """The latest arrival still waiting."""
-        arrivals = self._arrivals
-        while arrivals and arrivals[-1].phase is not Phase.WAITING:
-            arrivals.pop()
-        return arrivals[-1] if arrivals else None
-
-    def arrived(self, entry: Waiting) -> None:
-        self._arrivals.append(entry)
-        if len(self._arrivals) > 2 * self.waiting + 64:
-            self._arrivals = deque(e for e in self._arrivals if e.phase is Phase.WAITING)
-
-    def forget_arrivals(self) -> None:
-        self._arrivals.clear()
-
-    def charge(self, cost: float) -> None:
-        """Move virtual time by cost / weight (negative: a refund) and tell every lane this tenant waits in."""
-        self.vtime += cost / self.weight
-        for share in self.shares.values():
-            share.moved()
-
-
-class Share:
-    """One tenant's requests in one lane, smallest size class first, then arrival."""
-
-    __slots__ = ("_heap", "lane", "live", "tenant", "version")
-
-    def __init__(self, tenant: Tenant, lane: Lane) -> None:
-        self.tenant = tenant
-        self.lane = lane
-        self.live = 0
-        self.version = 0
-        self._heap: list[tuple[int, int, Waiting]] = []
-
-    def push(self, entry: Waiting) -> None:
-        self.live += 1
-        heappush(self._heap, (entry.size, entry.order, entry))
-        if len(self._heap) > 2 * self.live + 64:
-            self._heap = [item for item in self._heap if item[2].phase is Phase.WAITING]
-            heapify(self._heap)
-
-    def head(self) -> Waiting:
-        """The next live entry; only asked while `live` > 0."""
-        while self._heap[0][2].phase is not Phase.WAITING:
-            heappop(self._heap)
-        return self._heap[0][2]
-
-    def moved(self) -> None:
-        """The tenant's virtual time has changed: what the lane's heap says of it is stale."""
-        self.lane.push(self)
-
-
-class Lane:
-    """Requests that are alike for the envelope: same candidate backends, same masks, same number of sequences."""
-
-    __slots__ = ("_heap", "_stamp", "masks", "route", "sequences", "shares")
-
-    def __init__(self, route: Any, masks: tuple[int, ...], sequences: int) -> None:
-        self.route = route
-        self.masks = masks
-        self.sequences = sequences
-        self.shares = 0
-        self._stamp = 0
-        self._heap: list[tuple[float, int, int, Share]] = []
-
-    def hopeful(self, now: float) -> bool:
-        """Whether one of its backends may take a request now or when room is free."""
-        return any(mask and bay.refusal(now) is None for bay, mask in zip(self.route.bays, self.masks, strict=True))
-
-    def push(self, share: Share) -> None:
-        self._stamp += 1
-        share.version = self._stamp
-        heappush(self._heap, (share.tenant.vtime, share.tenant.index, share.version, share))
-        if len(self._heap) > 4 * self.shares + 64:
-            self._heap = [item for item in self._heap if item[2] == item[3].version]
-            heapify(self._heap)
-
-    def lead(self) -> Share | None:
-        """The share of the tenant with the least virtual time."""
-        heap = self._heap
-        while heap:
-            share = heap[0][3]
-            if share.live and heap[0][2] == share.version:
-                return share
-            heappop(heap)
-        return None
-
-    def in_order(self, limit: int) -> Iterator[Share]:
-        """Up to `limit` shares by virtual time. The lane must not be changed while iterating."""
-        taken: list[tuple[float, int, int, Share]] = []
-        try:
-            while len(taken) < limit and (share := self.lead()) is not None:
-                taken.append(heappop(self._heap))
-                yield share
-        finally:
-            for item in taken:
-                heappush(self._heap, item)
 
 
 class Level:
@@ -198,7 +41,7 @@ class Level:
         self.weight = 0.0  # of the tenants that wait
         self.since_aged = 0  # grants to more urgent levels while this one waited
         self.tenants: dict[str, Tenant] = {}
-        self.lanes: dict[tuple[Any, tuple[int, ...], int], Lane] = {}
+        self.lanes: dict[tuple[Route, tuple[int, ...], int], Lane] = {}
         self._arrivals: deque[Waiting] = deque()
 
     def tenant(self, name: str, weight: float) -> Tenant:
@@ -299,29 +142,31 @@ class Level:
             tenant.forget_arrivals()
         return entries
 
-    def first(self, usable: Callable[[Lane], bool]) -> Waiting | None:
-        """Who is next by fair order, whether or not there is room; lanes that are not `usable` are passed by."""
-        best: Share | None = None
-        lanes = [lane for lane in self.lanes.values() if usable(lane)]
+    def usable(self, ready: Collection[Bay]) -> list[Lane]:
+        """The lanes that at least one of the ready backends could serve, room aside."""
+        return [lane for lane in self.lanes.values() if not lane.bays.isdisjoint(ready)]
+
+    @staticmethod
+    def first(lanes: list[Lane]) -> Waiting | None:
+        """Who is next by fair order in these lanes, whether or not there is room."""
+        best: Tenant | None = None
         for lane in lanes:
             share = lane.lead()
-            if share is not None and (best is None or _before(share.tenant, best.tenant)):
-                best = share
+            if share is not None and (best is None or _before(share.tenant, best)):
+                best = share.tenant
         if best is None:
             return None
-        tenant = best.tenant
-        oldest = tenant.oldest()
-        if oldest is not None and oldest.passed >= OVERTAKINGS_INSIDE and oldest.share is not None and usable(oldest.share.lane):
+        oldest = best.oldest()
+        due = oldest is not None and oldest.passed >= OVERTAKINGS_INSIDE
+        if due and oldest is not None and oldest.share is not None and oldest.share.lane in lanes:
             return oldest
-        shares = [share for lane in lanes if (share := tenant.shares.get(lane)) is not None]
-        return min((share.head() for share in shares), key=_size)
+        return min((share.head() for lane in lanes if (share := best.shares.get(lane)) is not None), key=_size)
 
-    def fitting(self, fits: Callable[[Waiting], bool], usable: Callable[[Lane], bool]) -> Waiting | None:
-        """Who is next by fair order among those for whom `fits` holds."""
+    @staticmethod
+    def fitting(lanes: list[Lane], fits: Callable[[Waiting], bool]) -> Waiting | None:
+        """Who is next by fair order in these lanes among those for whom `fits` holds."""
         best: Waiting | None = None
-        for lane in self.lanes.values():
-            if not usable(lane):
-                continue
+        for lane in lanes:
             for share in lane.in_order(LOOK_AHEAD):
                 entry = share.head()
                 if best is not None and _rank(entry) >= _rank(best):
@@ -353,8 +198,3 @@ def _rank(entry: Waiting) -> tuple[float, int, int, int]:
     tenant = entry.tenant
     assert tenant is not None
     return tenant.vtime, tenant.index, entry.size, entry.order
-
-
-def size_class(cost: float) -> int:
-    """Costs within a factor of four are alike: among them the earlier goes first."""
-    return int(cost).bit_length() // 2

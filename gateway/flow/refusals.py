@@ -7,8 +7,8 @@ from gateway.errors import Axis, Reason, Refusal
 from gateway.flow.bay import Bay
 from gateway.flow.demand import Closed, Demand
 from gateway.flow.pool import Pool, Route
-from gateway.flow.queue import Waiting
 from gateway.flow.shape import Shape
+from gateway.flow.waiting import Waiting
 
 _AXES = (Axis.FEATURE, Axis.INPUT, Axis.OUTPUT, Axis.SEQUENCES)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.flow.bay import Bay
 from gateway.flow.demand import Closed
@@ -46,9 +46,10 @@ class Snapshot:
 
     backends: tuple[BackendSnapshot, ...]
     classes: dict[str, ClassSnapshot]
+    observed: dict[str, int] = field(default_factory=dict)  # under `observe`: requests by what would have been decided
 
 
-def take(bays: Iterable[Bay], pools: Iterable[Pool], now: float) -> Snapshot:
+def take(bays: Iterable[Bay], pools: Iterable[Pool], now: float, observed: dict[str, int]) -> Snapshot:
     """Read everything; O(in flight + waiting)."""
     classes: dict[str, ClassSnapshot] = {}
     for pool in pools:
@@ -61,7 +62,7 @@ def take(bays: Iterable[Bay], pools: Iterable[Pool], now: float) -> Snapshot:
                     so_far.tokens + entry.demand.shape.tokens,
                     max(so_far.oldest_s, now - entry.enqueued_at),
                 )
-    return Snapshot(tuple(_backend(bay) for bay in bays if bay.listed), classes)
+    return Snapshot(tuple(_backend(bay) for bay in bays if bay.listed), classes, observed)
 
 
 def _backend(bay: Bay) -> BackendSnapshot:

@@ -44,8 +44,7 @@ class Topology:
     def _connect(self, backends: tuple[str, ...], now: float) -> Route:
         """A new set of candidates. Pools that it connects become one."""
         bays = tuple(self.bay(name) for name in backends)
-        touched = {id(route.pool): route.pool for route in self.routes.values() if set(route.bays) & set(bays)}
-        pools = list(touched.values())
+        pools = [pool for pool in self.pools if not set(pool.bays).isdisjoint(bays)]
         if not pools:
             pools = [Pool()]
             self.pools.append(pools[0])
@@ -55,12 +54,13 @@ class Topology:
                 route.pool = pool if route.pool is other else route.pool
             pool.absorb(other, now)
             self.pools.remove(other)
+        pool.bays += [bay for bay in dict.fromkeys(bays) if bay not in pool.bays]
         route = self.routes[backends] = Route(backends, bays, pool)
         return route
 
     def pools_of(self, bay: Bay) -> list[Pool]:
         """The pool a backend is in, as a list of none or one."""
-        return list({id(route.pool): route.pool for route in self.routes.values() if bay in route.bays}.values())
+        return [pool for pool in self.pools if bay in pool.bays]
 
     def envelopes(self, backends: tuple[str, ...]) -> Iterator[Envelope]:
         """The envelopes of those candidates that are open."""

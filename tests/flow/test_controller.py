@@ -10,7 +10,7 @@ from gateway.errors import Axis, Reason, Refusal, Refused
 from gateway.flow.controller import Controller
 from gateway.flow.demand import Closed, Demand, Limits, Open, SettledTwice
 from gateway.flow.grant import Grant
-from gateway.flow.queue import Phase, Waiting
+from gateway.flow.waiting import Phase, Waiting
 from tests.flow.helpers import Clock, Triggers, box, controller, demand, envelope, shape
 
 

@@ -19,8 +19,8 @@ from gateway.flow.controller import Controller
 from gateway.flow.demand import Demand, Gate, Open
 from gateway.flow.envelope import Box, Envelope
 from gateway.flow.grant import Grant
-from gateway.flow.queue import Waiting
 from gateway.flow.shape import Shape
+from gateway.flow.waiting import Phase, Waiting
 
 Service = Callable[[Shape], float]
 Sizes = Callable[[random.Random], Shape]
@@ -138,8 +138,6 @@ class World:
         if isinstance(waiting.result, Refusal):
             self._over(request, waiting.result.reason.value)
         else:
-            from gateway.flow.queue import Phase
-
             waiting.phase = Phase.TAKEN
             self._start(request, waiting.result)
 
@@ -206,7 +204,7 @@ class World:
         """At this instant one box of each backend holds everything in flight there."""
         snapshot = self.controller.snapshot(self.now)
         for backend in snapshot.backends:
-            shapes = [grant.shape for grant in self.controller.bay(backend.name).live]
+            shapes = [grant.shape for grant in self.controller._topology.bay(backend.name).live]
             assert sum(shape.sequences for shape in shapes) == backend.sequences, f"seed {self.seed}"
             assert not shapes or any(holds_all(box, shapes) for box in self.boxes[backend.name]), f"seed {self.seed}"
 
