@@ -131,7 +131,7 @@ class FailureLimiter:
     An IPv6 address counts with its /64, for one host owns all of it.
     """
 
-    def __init__(self, rate_per_s: float = 1.0, burst: int = 20, max_addresses: int = 10_000) -> None:
+    def __init__(self, rate_per_s: float = 10.0, burst: int = 300, max_addresses: int = 10_000) -> None:
         self._rate = rate_per_s
         self._burst = float(burst)
         self._max = max_addresses

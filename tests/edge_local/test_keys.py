@@ -134,7 +134,7 @@ def test_failures_are_limited_per_address_and_recover() -> None:
 
 
 def test_a_host_cannot_hide_in_its_own_ipv6_network() -> None:
-    limiter = FailureLimiter(burst=2)
+    limiter = FailureLimiter(rate_per_s=1.0, burst=2)
     answers = [limiter.failed(f"2001:db8::{n:x}", 0.0) for n in range(4)]
     assert answers[:2] == [None, None] and None not in answers[2:]
     assert limiter.failed("2001:db8:0:1::1", 0.0) is None
