@@ -114,7 +114,7 @@ class PlimsollProtocol(HttpToolsProtocol):
         """The answer to the current request is whole; go on with the next one or close."""
         current, self._current, self._task, self.brake = self._current, None, None, None
         if current is not None:
-            self.front.buffered_bytes -= current.size
+            self._release(current)
         if self._over:
             return
         if not keep_alive or self.front.draining:
@@ -218,9 +218,16 @@ class PlimsollProtocol(HttpToolsProtocol):
         if task is not None:
             task.cancel()
         if receiving is not None:
-            self.front.buffered_bytes -= receiving.size
+            self._release(receiving)
             if receiving.head_done:
                 self.front.departed(self, receiving)
+        while self._ready:
+            self._release(self._ready.pop())
+
+    def _release(self, incoming: Incoming) -> None:
+        """The bytes of a body are not held any more."""
+        self.front.buffered_bytes -= incoming.size
+        incoming.size = 0
 
     # From bytes to requests
 
@@ -318,6 +325,7 @@ class PlimsollProtocol(HttpToolsProtocol):
     # Turning away
 
     def _turn_away(self, incoming: Incoming, verdict: Refusal | bytes) -> None:
+        self._release(incoming)
         if isinstance(verdict, Refusal):
             self._answer_and_close(self.front.refuse(self, incoming, verdict), whole=incoming.whole)
         elif incoming.whole:
@@ -333,7 +341,7 @@ class PlimsollProtocol(HttpToolsProtocol):
     def _answer_and_close(self, data: bytes, *, whole: bool) -> None:
         """Closing on unread bytes resets the connection, which can take the answer with it: drop those for a moment."""
         if self._receiving is not None:
-            self.front.buffered_bytes -= self._receiving.size
+            self._release(self._receiving)
             self._receiving = None
         self.transport.write(data)
         if whole or not self.transport.can_write_eof():

@@ -65,15 +65,15 @@ class Wire:
         return Response(status, fields, lines, body, whole)
 
     async def _chunks(self) -> tuple[bytes, bool]:
-        body = b""
+        pieces: list[bytes] = []
         try:
             while size := int(await self.reader.readline() or b"x", 16):
-                body += await self.reader.readexactly(size)
+                pieces.append(await self.reader.readexactly(size))
                 await self.reader.readexactly(2)
             await self.reader.readexactly(2)
         except (asyncio.IncompleteReadError, ValueError, ConnectionError):
-            return body, False
-        return body, True
+            return b"".join(pieces), False
+        return b"".join(pieces), True
 
     async def until(self, needle: bytes, timeout: float = 10) -> bytes:
         """Read raw bytes up to and with `needle`."""

@@ -17,8 +17,8 @@ QUIET = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
 class Peer:
     """One accepted connection."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Server) -> None:
+        self.reader, self.writer, self.server = reader, writer, server
 
     async def request(self) -> bytes:
         """One whole request (content-length framing). Raises IncompleteReadError at the end of the connection."""
@@ -52,11 +52,12 @@ class Peer:
 
 
 class Server:
-    """The listening side: `peers` counts connections, `requests` keeps every request read by `Peer.request`."""
+    """The listening side: `peers` counts connections; `requests` is for scripts that keep what they read."""
 
     def __init__(self) -> None:
         self.port = 0
         self.peers = 0
+        self.requests: list[bytes] = []
 
 
 @asynccontextmanager
@@ -66,7 +67,7 @@ async def serving(script: Script, *, unix_path: str | None = None, ssl=None):
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.peers += 1
-        task = asyncio.get_running_loop().create_task(script(Peer(reader, writer)))
+        task = asyncio.get_running_loop().create_task(script(Peer(reader, writer, server)))
         task.add_done_callback(lambda _: writer.close())
         running.append(task)
 
