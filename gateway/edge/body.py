@@ -143,9 +143,9 @@ def _json(route: Route, content_type: bytes | None, raw: bytes, lookup: Lookup) 
     if content_type != b"application/json" and (refusal := wrong_type(content_type)) is not None:
         return refusal
     read = strict_json.read(raw)
-    if type(read) is Refusal:
+    if isinstance(read, Refusal):
         return read
-    document, compact = cast("strict_json.Read", read)
+    document, compact = read
     name = document.get("model")
     if type(name) is not str or not name:
         return strict_json.invalid("model must be a string that names a model.", "model")
@@ -176,24 +176,28 @@ def _json(route: Route, content_type: bytes | None, raw: bytes, lookup: Lookup) 
 
 def _tidy(parser: Parser, document: dict[str, Any]) -> bool:
     """Take out nulls (they mean absent) and fields that are never forwarded. True when something changed."""
-    dropped = fields.DROPPED.get(parser, fields.NOTHING)
-    gone = [name for name, value in document.items() if value is None or name in dropped]
-    for name in gone:
-        del document[name]
+    dropped = fields.DROPPED_NAMES[parser]
     if parser == "responses":
         document["store"] = False  # an answer that the engine keeps would outlive its reservation
-        return True
-    return bool(gone)
+    elif None not in document.values() and dropped.isdisjoint(document):
+        return False
+    for name in [name for name, value in document.items() if value is None or name in dropped]:
+        del document[name]
+    return True
 
 
 def _cap(parser: Parser, document: dict[str, Any]) -> int | None:
     """The larger of the output caps named. 0 on completions means: only echo; the engine still makes one token."""
-    caps: list[int] = [document[name] for name in CAPS.get(parser, ()) if name in document]
-    if not caps:
-        if parser == "messages":
-            raise content.bad("max_tokens is required.", "max_tokens")
-        return None if parser in CAPS else 0
-    return max(1, *caps)
+    largest: int | None = None
+    for name in CAPS.get(parser, ()):
+        value = document.get(name)
+        if value is not None and (largest is None or value > largest):
+            largest = value
+    if largest is not None:
+        return largest or 1
+    if parser == "messages":
+        raise content.bad("max_tokens is required.", "max_tokens")
+    return None if parser in CAPS else 0
 
 
 def refused_field(name: str, problem: str) -> Refusal:
@@ -235,7 +239,8 @@ def _audio(route: Route, content_type: bytes | None, raw: bytes, lookup: Lookup)
     if found is not None:
         return refused_field(*found)
     size = Content()
-    size.text(form.values.get("prompt", "") + form.values.get("hotwords", ""))
+    size.longest = form.values.get("prompt", "") + form.values.get("hotwords", "")
+    size.text(size.longest)
     size.media_tokens = media.audio_tokens(raw[form.file.start : form.file.stop], rules.media, "file")
     cap = form.integer("max_completion_tokens", 1, fields.MAX_CAP)
     stream = form.boolean("stream")

@@ -6,7 +6,8 @@ import pytest
 from gateway.edge import body, fields, routes
 from gateway.edge.content import Content
 from gateway.errors import Reason
-from tests.edge.building import accepted, chat, parse, refused, rules
+
+from .building import accepted, chat, parse, refused, rules
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.edge import bounds, corpus
-from tests.edge.building import KINDS, PARTS_TEMPLATE, TEMPLATE, accepted, counter, tokenizer_json
+
+from .building import KINDS, PARTS_TEMPLATE, TEMPLATE, accepted, counter, tokenizer_json
 
 HARD = [
     *corpus.TEXTS,

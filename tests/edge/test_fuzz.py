@@ -10,7 +10,8 @@ from gateway.edge import body, fields, routes
 from gateway.edge.routes import ROUTES
 from gateway.errors import Refusal, Refused
 from gateway.policy import MediaRules
-from tests.edge.building import counter, rules
+
+from .building import counter, rules
 
 PROXIED = sorted(path.decode() for path, route in ROUTES.items() if route.kind == "proxy")
 NAMES = sorted(

@@ -8,7 +8,8 @@ import pytest
 from gateway.edge import media
 from gateway.errors import Reason
 from gateway.policy import MediaRules
-from tests.edge.building import accepted, refused
+
+from .building import accepted, refused
 
 RULES = MediaRules(image_tokens=1049, audio_tokens_per_s=50, hosts=("cdn.example.org", "127.0.0.1", "Media.Example.COM"))
 DATA_URL = "data:image/png;base64," + "A" * 3_000_000

@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 from gateway.edge import body
 from gateway.errors import Reason, Refusal
 from gateway.policy import MediaRules
-from tests.edge.building import parse
+
+from .building import counter, parse
 
 PATH = "/v1/audio/transcriptions"
 RULES = MediaRules(audio_tokens_per_s=50)
@@ -77,6 +78,15 @@ def test_fields_of_audio() -> None:
     assert (parsed.stream, parsed.output_tokens, parsed.features) == (True, 9, {"penalties"})
     assert parsed.content.media_tokens == -(-len(SOUND) * 50 // 750)
     assert parsed.forward(output_limit=4) == parsed.compact
+
+
+def test_the_prompt_of_audio_is_counted_too() -> None:
+    parsed = read(form(FILE, MODEL, ("prompt", "naïve captain".encode())))
+    assert isinstance(parsed, body.Parsed)
+    made = counter()
+    low, high = made.bound(parsed)
+    assert high is not None
+    assert parsed.content.media_tokens == low < made.count_now(parsed) <= high
 
 
 @pytest.mark.parametrize(

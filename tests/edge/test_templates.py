@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from gateway.edge import corpus, templates
 from gateway.edge.conversation import build
 from gateway.edge.templates import ChatTemplate, TemplateRefused, TemplateUnusable
-from tests.edge.building import KINDS, PARTS_TEMPLATE, TEMPLATE, accepted, counter
+
+from .building import KINDS, PARTS_TEMPLATE, TEMPLATE, accepted, counter
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 GENERATION = (

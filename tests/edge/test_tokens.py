@@ -9,7 +9,8 @@ from gateway.edge import corpus, tokenize, tokens
 from gateway.edge.routes import ROUTES
 from gateway.errors import Reason, Refusal, Refused
 from gateway.policy import MediaRules
-from tests.edge.building import PARTS_TEMPLATE, accepted, chat, counter, payload, rules
+
+from .building import PARTS_TEMPLATE, accepted, chat, counter, payload, rules
 
 
 def soon(seconds: float = 20) -> float:
