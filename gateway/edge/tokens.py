@@ -222,7 +222,10 @@ class TokenCounter:
 
     def encode_ids(self, text: str, specials: bool) -> list[int]:
         """Ids of one text. As a batch of one, which lets other threads run meanwhile."""
-        return self.tokenizer.encode_batch_fast([text], add_special_tokens=specials)[0].ids
+        try:
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=specials)[0].ids
+        except Exception as error:  # `tokenizers` raises nothing narrower
+            raise Refused(_uncountable("The model's tokenizer cannot encode this text.")) from error
 
     def _encode(self, text: str, specials: bool = True) -> int:
         return len(self.encode_ids(text, specials))
