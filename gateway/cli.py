@@ -35,7 +35,7 @@ MOUNTS = {
     "explain": Mount(_OPERATE, "gateway.commands.operate", "explain"),
     "retest": Mount(_OPERATE, "gateway.commands.operate", "retest_app"),
     "top": Mount(_OPERATE, "gateway.commands.operate", "top"),
-    "health": Mount(_OPERATE, "gateway.commands.operate", "health"),
+    "health": Mount(_OPERATE, "gateway.commands.health", "health"),
     "keys": Mount(_OPERATE, "gateway.edge.keys_command", "app"),
     "policy": Mount(_OPERATE, "gateway.commands.operate", "policy_app"),
 }

@@ -1,4 +1,4 @@
-"""`plimsoll policy check`, `health`, `explain`, `retest …` and `top`: questions to a policy file and to a running gateway."""
+"""`plimsoll policy check`, `explain`, `retest …` and `top`: questions to a policy file and to a running gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gateway import policy as policies
 from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, table
-from gateway.commands.remote import Gateway, ask, operator_key, send, words
+from gateway.commands.remote import Gateway, ask, operator_key
 from gateway.credentials import secret
 from gateway.evidence.record import RecordError
 from gateway.evidence.store import RecordStore, StoreError
@@ -63,28 +63,6 @@ def _notes(rules: policies.Policy) -> list[str]:
 
 
 _NEEDS = {"client": "use a model", "operator": "use the admin address", "scraper": "read /metrics", "prober": "ask /health"}
-
-
-def health(
-    gateway: Annotated[str, typer.Option("--gateway", help="The gateway's address.")] = "http://127.0.0.1:8080",
-    key_env: KeyEnv = "PLIMSOLL_KEY",
-    key_file: KeyFile = None,
-    live: Annotated[bool, typer.Option("--live", help="Only whether the process answers, not whether it can admit.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Ask whether a gateway is ready (for exec probes). Exit 1 when it is not, or does not answer."""
-    key = operator_key(key_env, key_file)
-    try:
-        answer = send("GET", gateway, "/health/live" if live else "/health/ready", key)
-        good, why = answer.status_code == 200, "ready" if answer.status_code == 200 else words(answer)
-    except CommandError as error:
-        good, why = False, str(error)
-    if as_json:
-        emit_json({"ready": good, "why": why})
-    else:
-        console().print(f"{'ready' if good else 'not ready'}: {why}" if not good else "ready", markup=False, soft_wrap=True)
-    if not good:
-        raise typer.Exit(NEGATIVE)
 
 
 def explain(
