@@ -154,9 +154,7 @@ class Bench:
             while True:
                 yield [traced[(place + lane) % len(traced)] for lane in range(key.concurrency)]
                 place += key.concurrency
-        while True:
-            yield from sizes.waves(cell, key.concurrency, cell.mix.waves, seed)
-            seed += 1
+        yield from sizes.waves(cell, key.concurrency, seed)
 
     def _prompts(self, cell: Cell, seed: int) -> Prompts:
         # Sizes repeat with the plan's seed; the tokens must not, or a second run would find its prompts in the prefix cache.

@@ -132,7 +132,7 @@ def claimed(values: Sequence[int]) -> Range | None:
     if not values:
         return None
     ordered = sorted(values)
-    place = min(len(ordered) // 2, max(_FEWEST_AT_AN_END, len(ordered) // 100) - 1)
+    place = min((len(ordered) - 1) // 2, max(_FEWEST_AT_AN_END, len(ordered) // 100) - 1)
     return Range(min=ordered[place], max=ordered[-1 - place])
 
 

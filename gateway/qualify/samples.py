@@ -111,8 +111,10 @@ def read(path: Path, sha256: str | None = None) -> list[RawSample]:
         raw = path.read_bytes()
         if sha256 is not None and hashlib.sha256(raw).hexdigest() != sha256:
             raise SamplesError(f"{path}: is not the file that the record names; its digest differs")
-        with zstandard.ZstdDecompressor().stream_reader(raw) as reader:
-            text = reader.read(MAX_SAMPLES_BYTES)
+        size = zstandard.frame_content_size(raw)
+        if not 0 <= size <= MAX_SAMPLES_BYTES:
+            raise SamplesError(f"{path}: states no size, or more than {MAX_SAMPLES_BYTES} bytes")
+        text = zstandard.ZstdDecompressor().decompress(raw)
         return [_sample(line) for line in text.splitlines()]
     except OSError as error:
         raise SamplesError(f"{path}: cannot be read: {error.strerror}") from error

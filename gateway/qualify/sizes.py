@@ -9,6 +9,7 @@ Talks to: `plan`.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -31,17 +32,15 @@ class Size:
     prefix_tokens: int = 0
 
 
-def waves(cell: Cell, concurrency: int, count: int, seed: int) -> list[list[Size]]:
-    """`count` waves of `concurrency` sizes. Every cycle holds each kind as often as the mix says, in a drawn order."""
+def waves(cell: Cell, concurrency: int, seed: int) -> Iterator[list[Size]]:
+    """Waves of `concurrency` sizes without end. Every cycle holds each kind as often as the mix says, in a drawn order."""
     rng = Random(seed)  # noqa: S311 - a reproducible draw, not a secret
-    made: list[list[Size]] = []
-    opposite = rng.randrange(2)
-    while len(made) < count:
+    step = 1 if concurrency == 1 else 2  # corners go in pairs where there is room for two
+    corner = 0
+    while True:
         for kind in _cycle(cell.mix, rng):
-            if kind == "opposite":
-                opposite += 1
-            made.append([_size(cell, kind, place + opposite, rng) for place in range(concurrency)])
-    return made[:count]
+            yield [_size(cell, kind, place + corner, rng) for place in range(concurrency)]
+            corner += step if kind == "opposite" else 0
 
 
 def middle(cell: Cell) -> Size:
