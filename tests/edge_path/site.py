@@ -102,7 +102,7 @@ class Site:
                 server.max_connections_per_address, 8 * server.max_body_bytes, policy.timeouts.client_write_s,
             ),
             controller=self.controller,
-            intake=Intake(self.controller, self.yard, FailureLimiter()),
+            intake=Intake(self.controller, self.yard, FailureLimiter(1.0, 20)),
             backends=self.yard,
             metrics=self.metrics,
             journal=self,
