@@ -80,6 +80,7 @@ class App:
         self._ledger_saved = self.ledger.version
         self.pool = CountPool()
         self.controller = Controller(policy.queue, time.monotonic, self._trigger, policy.breaker)
+        self.controller.set_enforcement(observe=policy.enforcement == "observe")
         self.fleet = Fleet(
             self.controller,
             self.metrics,
@@ -91,12 +92,13 @@ class App:
         )
         self.rules = self._rules()
         self.retries = RetryBudget(policy.retries, time.monotonic())
+        limiter = FailureLimiter()  # one allowance, whichever route the bad key was tried on
         accounts = Accounts(self.journal, self.ledger, self.metrics, self.fleet, self.tracer)
         self.path = DataPath(
             self.rules,
             _bounds(policy),
             controller=self.controller,
-            intake=Intake(self.controller, self.fleet, FailureLimiter()),
+            intake=Intake(self.controller, self.fleet, limiter),
             backends=self.fleet,
             metrics=self.metrics,
             journal=accounts,
@@ -113,8 +115,8 @@ class App:
         )
         Gauges(self.metrics, self.controller, self.fleet, facts)
         self.desk = Desk(self, self.reload)
-        self.audit = AuditLog(None)
-        self.local = local_app(self.desk, self._shell_rules, accounts.finish)
+        self.audit = AuditLog(policy.audit.path)
+        self.local = local_app(self.desk, self._shell_rules, accounts.finish, limiter)
         self.admin = admin_app(self.desk, self._shell_rules, accounts.finish, self.audit)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -173,6 +175,7 @@ class App:
         self.policy, self.store = fresh, RecordStore(fresh.records)
         self.metrics.set_names(_names(fresh))
         self.controller.set_limits(fresh.queue, fresh.breaker)
+        self.controller.set_enforcement(observe=fresh.enforcement == "observe")
         self.path.bounds = _bounds(fresh)
         self.retries.set_limits(fresh.retries)
         self.fleet.apply(fresh)

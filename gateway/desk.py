@@ -130,7 +130,7 @@ class Desk:
             url=berth.watch.config.url,
             source=seen.source,
             gate=gate.refusal.reason.value if isinstance(gate, Closed) else "open" if gate is not None else "unknown",
-            gate_message=gate.refusal.message if isinstance(gate, Closed) else None,
+            gate_message=_gate_words(gate.refusal, decision.detail) if decision and isinstance(gate, Closed) else None,
             hash=seen.identity.hash if seen.identity is not None else None,
             vllm_version=identity.vllm_version if identity is not None else None,
             hardware=identity.hardware_profile if identity is not None else None,
@@ -262,6 +262,10 @@ class Desk:
 
 def _no_backend() -> Refusal:
     return Refusal(Reason.UNKNOWN_ROUTE, "The policy has no such backend.")
+
+
+def _gate_words(refusal: Refusal, detail: str | None) -> str:
+    return f"{refusal.message}: {detail}" if detail else refusal.message
 
 
 def _verdict_row(judgement: Any) -> dict[str, Any]:

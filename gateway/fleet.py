@@ -177,7 +177,7 @@ class Fleet:
             self._prepare(name, berth, decision.record)
         before, berth.decision = berth.decision, decision
         gate = decision.gate
-        berth.watch.expected_hash = gate.hash if isinstance(gate, Open) else None
+        berth.watch.expected_hash = gate.hash if isinstance(gate, Open) else self._observed_hash(berth)
         if isinstance(gate, Open):
             berth.previous = decision.record
             self._controller.set_foreign(name, seen.foreign or 0)
@@ -186,10 +186,17 @@ class Fleet:
             self._tell(name, before, decision)
             self._on_gate()
 
+    def _observed_hash(self, berth: Berth) -> str | None:
+        """What may be dispatched to behind a closed gate: nothing, unless the policy only observes."""
+        identity = berth.watch.observation.identity
+        observing = self._policy is not None and self._policy.enforcement == "observe"
+        return identity.hash if observing and identity is not None and identity.source == "attested" else None
+
     def _tell(self, name: str, before: GateDecision | None, decision: GateDecision) -> None:
         gate = decision.gate
         if isinstance(gate, Closed):
-            log.warning("backend %s is closed: %s: %s", name, gate.refusal.reason, gate.refusal.message)
+            detail = f" ({decision.detail})" if decision.detail else ""
+            log.warning("backend %s is closed: %s: %s%s", name, gate.refusal.reason, gate.refusal.message, detail)
         else:
             log.info("backend %s is open on %s with %d slices", name, gate.hash[:23], len(gate.envelope.boxes))
         if decision.triggers and (before is None or before.triggers != decision.triggers):

@@ -50,6 +50,8 @@ class Gauges:
         }
         for name, read in readers.items():
             metrics.gauge(name, read)
+        metrics.total("plimsoll_observed_total", lambda: (((what,), n) for what, n in self._snapshot().observed.items()))
+        metrics.total("plimsoll_breaker_transitions_total", self._transitions)
 
     def _snapshot(self) -> Snapshot:
         now = time.monotonic()
@@ -98,6 +100,11 @@ class Gauges:
             identity = berth.watch.observation.identity
             if identity is not None:
                 yield (name, identity.hash or "unknown", identity.identity.vllm_version or "unknown"), 1.0
+
+    def _transitions(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        for backend in self._snapshot().backends:
+            for state, count in backend.breaker_transitions.items():
+                yield (backend.name, state), count
 
     def _breakers(self) -> Iterator[tuple[tuple[str, ...], float]]:
         for backend in self._snapshot().backends:

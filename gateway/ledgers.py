@@ -35,7 +35,7 @@ class Accounts:
         """Account for a proxied request."""
         self._journal.write(exchange)
         if self._trace is not None:
-            self._trace(exchange)
+            self._trace(exchange, exchange.traceparent)
         if exchange.dispatched_at is not None and exchange.outcome is Outcome.SERVED:
             self._live(exchange, exchange.dispatched_at)
 

@@ -234,6 +234,12 @@ class Journal(_Section):
     path: str | None = "-"
 
 
+class Audit(_Section):
+    """Where operators' actions are written, one JSON line each; null: the process's log."""
+
+    path: Path | None = None
+
+
 class Tracing(_Section):
     otlp_endpoint: str | None = None
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
@@ -255,6 +261,7 @@ class Policy(_Section):
     tenants: dict[Name, Tenant] = {}
     keys: tuple[Key, ...] = ()
     journal: Journal = Journal()
+    audit: Audit = Audit()
     tracing: Tracing = Tracing()
 
     @model_validator(mode="after")

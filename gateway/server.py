@@ -135,6 +135,7 @@ def _public(app: App) -> uvicorn.Config:
 def _config(app: Any, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app, loop="none", ws="none", lifespan="off", access_log=False, proxy_headers=False, server_header=False,
+        headers=[("server", "plimsoll")],
         log_config=None, backlog=BACKLOG, **more,
     )  # fmt: skip
 

@@ -99,7 +99,7 @@ def evaluate(
     if as_json:
         emit_json({**verdict.fields, "details": verdict.details, "triggers": verdict.triggers, "backend_problem": problem})
     else:
-        print_verdict(evidence, verdict, f"{record.name} for {model_name} on {chosen}", problem)
+        print_verdict(evidence, verdict, f"record {record.name[:16]} for {model_name} on {chosen}", problem)
     if verdict.fields["final_decision"] == "DEFER":
         raise typer.Exit(NEGATIVE)
 

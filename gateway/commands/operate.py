@@ -124,8 +124,8 @@ def retest_list(
     )
     if not rows:
         out.print("nothing has left the measured slices")
-    if found["identity_changes"]:
-        changes = [(moment(c["at"]), c["backend"], ", ".join(c["fields"]) or "-") for c in found["identity_changes"]]
+    if found["changes"]:
+        changes = [(moment(c["at"]), c["backend"], ", ".join(c["fields"]) or "-") for c in found["changes"]]
         out.print(table("Identity changes", ("when", "backend", "fields that differ"), changes))
 
 

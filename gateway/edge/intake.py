@@ -25,6 +25,7 @@ from gateway.flow.controller import Controller
 from gateway.flow.demand import Demand
 
 THREAD_BYTES = 131_072  # larger bodies would hold up every other request for longer than a millisecond
+UNCOUNTED = 2**53 - 1
 COMPLETIONS_DEFAULT = 16  # vLLM's own limit for /v1/completions without one
 _ONCE = (b"host", b"content-type", b"content-encoding", b"content-length", b"transfer-encoding")
 _BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
@@ -122,11 +123,18 @@ class Intake:
         """The upper bound where it settles the matter, the exact count where it does not."""
         counter = self._models.counter(parsed.rules.name)
         low, high = counter.bound(parsed)
+        if not self._controller.has_open(backends):
+            return low  # whatever its size, the gate decides; there may not even be a tokenizer yet
         if high is not None and self._controller.settled(
             backends, parsed.task, parsed.features, parsed.output_tokens, parsed.sequences, low, high
         ):
             return high
-        return await counter.count(parsed, due if job.caller_due is None else min(due, job.caller_due))
+        try:
+            return await counter.count(parsed, due if job.caller_due is None else min(due, job.caller_due))
+        except Refused as refused:
+            if not job.rules.observe or refused.refusal.axis is None:
+                raise
+            return UNCOUNTED  # outside every slice, which is counted; and let through
 
     def _default_output(self, parsed: Parsed, backends: tuple[str, ...], tokens: int) -> int:
         """The limit for a request that names none; 1 where no slice holds its input, so that the refusal says so."""

@@ -156,6 +156,9 @@ class DataPath:
             client_id = incoming.fields.get(b"x-request-id")
             if client_id is not None:
                 exchange.client_request_id = responses.acceptable_id(client_id)
+            parent = incoming.fields.get(b"traceparent")
+            if parent is not None and len(parent) <= 64:
+                exchange.traceparent = parent.decode("latin-1")
         return exchange
 
     def _turn_down(self, job: Job, refusal: Refusal) -> None:

@@ -194,6 +194,10 @@ class Controller:
         envelopes = self._topology.envelopes(backends)
         return all(envelope.settled(task, features, output_tokens, sequences, low, high) for envelope in envelopes)
 
+    def has_open(self, backends: tuple[str, ...]) -> bool:
+        """Whether any candidate's gate is open."""
+        return any(True for _ in self._topology.envelopes(backends))
+
     def default_output(
         self, backends: tuple[str, ...], task: str, features: frozenset[str], input_tokens: int, server_default: int | None
     ) -> int | None:

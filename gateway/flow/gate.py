@@ -68,6 +68,7 @@ class GateDecision:
     triggers: tuple[str, ...] = ()
     record: Record | None = None  # of this hash, where there is one; the warm-up and later comparisons follow it
     needs_preparation: bool = False  # nothing else keeps the gate closed
+    detail: str | None = None  # for operators: what callers are not told, such as addresses and values
 
 
 def decide(
@@ -83,23 +84,25 @@ def decide(
 ) -> GateDecision:
     """The gate of one backend at wall time `now`. `previous`: the record in force when it was last open, None when never."""
     if seen.identity is None and not seen.reachable:
-        return _closed(Reason.BACKEND_UNAVAILABLE, f"the backend cannot be reached: {seen.problem}", SOON_S)
+        return _closed(Reason.BACKEND_UNAVAILABLE, "the backend cannot be reached", SOON_S, detail=seen.problem)
     if seen.mixed:
-        text = f"{len(seen.mixed)} different configurations answer behind one URL: {', '.join(h[:23] for h in seen.mixed)}"
-        return _closed(Reason.MIXED_IDENTITY, text)
+        text = f"{len(seen.mixed)} different configurations answer as one backend"
+        return _closed(Reason.MIXED_IDENTITY, text, detail=", ".join(seen.mixed))
     if seen.identity is None:
         reason = Reason.CONFIGURATION_CHANGED if previous is not None else Reason.NO_QUALIFIED_RECORD
         triggers = ("server_configuration_hash",) if previous is not None else ()
-        return _closed(reason, f"the backend shows no usable identity: {seen.problem}", triggers=triggers)
+        return _closed(reason, "the backend shows no usable identity", triggers=triggers, detail=seen.problem)
     of_hash = {name: record for name, record in store.records.items() if _hash(record) == seen.identity.hash is not None}
     if not of_hash:
         return _no_record(seen, store, previous)
     judgements, qualified = _judge(seen, store, of_hash, views, now)
     record = next(iter(of_hash.values()))
     if not qualified:
-        text = "no slice of its records qualifies: " + _why(judgements)
+        text = "no slice of its records qualifies: " + _reasons(judgements)
         changes = judgements[0].verdict.changes if judgements else ()
-        return _closed(Reason.NO_QUALIFIED_RECORD, text, judgements=judgements, changes=changes, record=record)
+        return _closed(
+            Reason.NO_QUALIFIED_RECORD, text, judgements=judgements, changes=changes, record=record, detail=_why(judgements)
+        )
     if seen.foreign and foreign_closes:
         text = f"{seen.foreign} requests that no gateway sent are in flight on the backend: it is not measured with them"
         return _closed(Reason.BACKEND_NOT_EXCLUSIVE, text, SOON_S, judgements=judgements, record=record)
@@ -155,10 +158,11 @@ def _no_record(seen: Observation, store: StoreReport, previous: Record | None) -
     if before is None:
         return _closed(Reason.NO_QUALIFIED_RECORD, f"no record was measured on the configuration {shown}")
     changes = diff(before.configuration, identity.document)
-    named = "; ".join(str(change) for change in changes[:6]) or "the documents cannot be compared"
-    text = f"the configuration {shown} is not the measured one: {named}"
+    named = ", ".join(change.field for change in changes[:6]) or "the documents cannot be compared"
+    text = f"the backend's configuration is not the measured one; what differs: {named}"
+    detail = f"{shown}: " + "; ".join(str(change) for change in changes)
     triggers = triggers_of(changes) or ("server_configuration_hash",)
-    return _closed(Reason.CONFIGURATION_CHANGED, text, changes=changes, triggers=triggers)
+    return _closed(Reason.CONFIGURATION_CHANGED, text, changes=changes, triggers=triggers, detail=detail)
 
 
 def _closed(
@@ -170,9 +174,16 @@ def _closed(
     changes: tuple[FieldChange, ...] = (),
     triggers: tuple[str, ...] = (),
     record: Record | None = None,
+    detail: str | None = None,
 ) -> GateDecision:
     refusal = Refusal(reason, message, retry_after_s=retry_after_s)
-    return GateDecision(Closed(refusal), judgements, changes, tuple(triggers), record)
+    return GateDecision(Closed(refusal), judgements, changes, tuple(triggers), record, detail=detail)
+
+
+def _reasons(judgements: tuple[Judgement, ...]) -> str:
+    """In the words of the verdict, without names or numbers: what a caller may know."""
+    found = {"SIGNATURE" if j.problem else str(j.verdict.reason_class) for j in judgements}
+    return ", ".join(sorted(found)) or "it serves no model"
 
 
 def _why(judgements: tuple[Judgement, ...]) -> str:

@@ -17,7 +17,7 @@ class Exchange:
         "admitted_at", "attempts", "backend", "client_request_id", "composition", "dispatched_at", "ended_at", "events",
         "first_at", "input_tokens", "key_id", "last_at", "message", "model", "outcome", "output_tokens", "peer", "priority_class",
         "queue_s", "reason", "received_at", "record", "request_id", "response_bytes", "route", "shape", "status", "stream",
-        "tenant", "usage_estimated",
+        "tenant", "traceparent", "usage_estimated",
     )  # fmt: skip
 
     def __init__(self, request_id: str, route: str, received_at: float) -> None:
@@ -26,6 +26,7 @@ class Exchange:
         self.route = route
         self.received_at = received_at
         self.peer: str | None = None
+        self.traceparent: str | None = None  # as the caller sent it: for correlation only
         self.key_id: str | None = None
         self.tenant: str | None = None
         self.priority_class: str | None = None

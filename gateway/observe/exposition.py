@@ -44,7 +44,10 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "plimsoll_breaker_transitions_total": (("backend", "state"), "Times a backend's breaker entered a state."),
     "plimsoll_retries_total": (("backend", "result"), "Second attempts, and those the budget forbade."),
     "plimsoll_policy_reloads_total": (("result",), "Times the policy file was read again."),
-    "plimsoll_would_refuse_total": (("model", "reason"), "Requests let through only because enforcement is observe."),
+    "plimsoll_observed_total": (
+        ("decision",),
+        "While enforcement is observe: requests by what would have been decided (admitted, waited, or the reason of the no).",
+    ),
 }
 
 HISTOGRAMS: dict[str, tuple[tuple[str, ...], str]] = {

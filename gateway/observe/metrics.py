@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gateway.errors import Outcome, Reason
 from gateway.observe.cells import Account, Cell, add_tokens, observe_stream
 from gateway.observe.exchange import Exchange
-from gateway.observe.exposition import GAUGES, HISTOGRAM_NAMES, Sample, Snapshot, render
+from gateway.observe.exposition import COUNTERS, GAUGES, HISTOGRAM_NAMES, Sample, Snapshot, render
 from gateway.observe.histogram import ANSWER_S, FIRST_S, OVERHEAD_S, TOKEN_S, WAIT_S, Histogram
 
 OTHER = "other"
@@ -48,6 +48,7 @@ class Metrics:
         self._accounts: dict[str, Account] = {}
         self._counters: dict[str, dict[tuple[str, ...], float]] = {}
         self._gauges: dict[str, Reader] = {}
+        self._totals: dict[str, Reader] = {}
         self._overhead = self._histogram("plimsoll_overhead_seconds", (), OVERHEAD_S)
 
     def set_names(self, names: Names) -> None:
@@ -92,10 +93,6 @@ class Metrics:
         """A retest trigger: an axis of the slice, the identity field that changed, or live_slo."""
         self._count("plimsoll_retest_triggers_total", (self._model(model), self._backend(backend), axis), amount)
 
-    def breaker_transition(self, backend: str, state: str) -> None:
-        """A backend's breaker went to `state`."""
-        self._count("plimsoll_breaker_transitions_total", (self._backend(backend), state))
-
     def retry(self, backend: str, result: str) -> None:
         """A second attempt was made (served, failed) or the budget forbade it (no_budget)."""
         self._count("plimsoll_retries_total", (self._backend(backend), result))
@@ -104,15 +101,17 @@ class Metrics:
         """The policy file was read again: applied, unchanged or refused."""
         self._count("plimsoll_policy_reloads_total", (result,))
 
-    def would_refuse(self, model: str, reason: str) -> None:
-        """Enforcement is `observe`: this request would have been refused, and was let through."""
-        self._count("plimsoll_would_refuse_total", (self._model(model), reason))
-
     def gauge(self, name: str, read: Reader) -> None:
         """Register who knows gauge `name`: `read()` yields (label values, value), runs on the event loop and must be quick."""
         if name not in GAUGES:
             raise KeyError(f"{name} is not a gauge of the gateway")
         self._gauges[name] = read
+
+    def total(self, name: str, read: Reader) -> None:
+        """Register who keeps counter `name`, as for `gauge`."""
+        if name not in COUNTERS:
+            raise KeyError(f"{name} is not a counter of the gateway")
+        self._totals[name] = read
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -128,6 +127,7 @@ class Metrics:
             for kind in ("input", "output", "reserved", "wasted"):
                 samples.append(("plimsoll_tokens_total", (tenant, kind), float(getattr(account, kind))))
         samples += [(name, labels, value) for name, rows in self._counters.items() for labels, value in rows.items()]
+        samples += [(name, tuple(labels), float(value)) for name, read in self._totals.items() for labels, value in read()]
         gauges = [(name, tuple(labels), float(value)) for name, read in self._gauges.items() for labels, value in read()]
         kept = gauges[:_GAUGE_SERIES]
         samples += [*kept, ("plimsoll_series_folded", (), float(self._folded + len(gauges) - len(kept)))]

@@ -132,16 +132,16 @@ def test_counters_survive_a_new_policy(metrics: Metrics) -> None:
 
 
 def test_every_rare_event_has_its_counter(metrics: Metrics) -> None:
-    metrics.breaker_transition("a", "open")
+    metrics.total("plimsoll_breaker_transitions_total", lambda: [(("a", "open"), 1.0)])
+    metrics.total("plimsoll_observed_total", lambda: [(("queue_full",), 1.0)])
     metrics.retry("a", "served")
     metrics.reload("refused")
-    metrics.would_refuse("tiny", "queue_full")
     metrics.trigger("tiny", "a", "scheduler.max_num_seqs")
     metrics.gaps("tiny").observe(0.02)
     assert value(metrics, "plimsoll_breaker_transitions_total", backend="a", state="open") == 1
     assert value(metrics, "plimsoll_retries_total", backend="a", result="served") == 1
     assert value(metrics, "plimsoll_policy_reloads_total", result="refused") == 1
-    assert value(metrics, "plimsoll_would_refuse_total", model="tiny", reason="queue_full") == 1
+    assert value(metrics, "plimsoll_observed_total", decision="queue_full") == 1
     assert value(metrics, "plimsoll_retest_triggers_total", model="tiny", backend="a", axis="scheduler.max_num_seqs") == 1
     assert value(metrics, "plimsoll_itl_seconds_bucket", model="tiny", le="0.02") == 1
 
