@@ -20,7 +20,7 @@ import orjson
 
 from gateway import policy as policies
 from gateway.counting import Counting
-from gateway.edge.tokens import Counter
+from gateway.edge.tokens import Counter, TokenCounter
 from gateway.evidence.record import Record
 from gateway.evidence.store import StoreReport
 from gateway.evidence.target import Target
@@ -263,6 +263,14 @@ class Fleet:
         """Iterations of the backend's engine so far; None when not known."""
         berth = self.berths.get(backend)
         return berth.watch.iterations if berth is not None else None
+
+    def undercounted(self, backend: str, expected: int, found: int) -> None:
+        """A backend read more input tokens than its counter said: no bound of that counter is relied on any more."""
+        counter = self._counting.of(backend)
+        if isinstance(counter, TokenCounter) and not counter.saw(expected, found):
+            log.error(
+                "backend %s read %d input tokens, %d were counted: its bounds are off from now on", backend, found, expected
+            )
 
     def suspect(self, backend: str) -> None:
         """A backend answered 500: one token of our own tells whether the engine is broken, or a request was odd."""

@@ -46,6 +46,9 @@ class Backends(Protocol):
     def progress(self, backend: str) -> int | None:
         """Iterations of its engine so far; None when not known."""
 
+    def undercounted(self, backend: str, expected: int, found: int) -> None:
+        """The backend read more input tokens than were counted here."""
+
     def suspect(self, backend: str) -> None:
         """It answered 500: have the gateway's own probe find out whether it is broken."""
 
@@ -87,7 +90,7 @@ class Dispatch:
         if job.caller_due is not None and now >= job.caller_due:
             upstream.give_back(connection)
             return Reason.CALLER_DEADLINE
-        salt = job.tenant.cache_salt if route.task == "generate" and route.dialect != "anthropic" else None
+        salt = job.tenant.cache_salt if parsed.form is None else None  # every JSON route of vLLM takes one
         body = parsed.forward(output_limit=job.limit_written, cache_salt=salt, user_key=job.rules.user_key)
         kind = b"application/json" if parsed.form is None else job.incoming.fields[b"content-type"]
         extra = b""
@@ -192,7 +195,16 @@ class Dispatch:
             self._backends.suspect(grant.backend)
 
     def _note(self, job: Job, account: Account) -> None:
-        job.exchange.input_tokens, job.exchange.output_tokens = account.input_tokens, account.output_tokens
+        exchange, found = job.exchange, account.input_tokens
+        exchange.input_tokens, exchange.output_tokens = found, account.output_tokens
+        shape = exchange.shape
+        if (
+            found is not None
+            and shape is not None
+            and found > shape.input_tokens * shape.sequences
+            and exchange.backend is not None
+        ):
+            self._backends.undercounted(exchange.backend, shape.input_tokens, found)
 
     def fail(self, job: Job, refusal: Refusal) -> None:
         """Tell the caller that a dispatched request has failed: as an answer, or as the last event of a stream."""
