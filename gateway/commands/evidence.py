@@ -162,18 +162,11 @@ def lab(
     if as_json:
         emit_json([{"name": r.name, "agrees": r.agrees, **r.verdict.fields, "explanation": r.explanation} for r in rows])
     else:
-        short = [
-            (
-                r.name,
-                r.verdict.final_decision,
-                r.verdict.reason_class,
-                r.verdict.retest_state,
-                "yes" if r.agrees else "NO",
-                r.explanation,
-            )
-            for r in rows
-        ]
-        columns = ("fixture", "decision", "reason", "retest", "as expected", "what it teaches")
-        console().print(table("Lab: eight records with a known verdict", columns, short))
+        states = [(r.name, *list(r.verdict.fields.values())[:6]) for r in rows]
+        fields = ("fixture", "provenance", "measurement", "slice", "service", "boundary", "retest")
+        console().print(table("The lab: eight records whose verdict is known", fields, states))
+        verdicts = [(r.name, *list(r.verdict.fields.values())[6:], "yes" if r.agrees else "NO", r.explanation) for r in rows]
+        columns = ("fixture", "decision", "reason", "as expected", "what it teaches")
+        console().print(table("Decisions", columns, verdicts))
     if not all(row.agrees for row in rows):
         raise typer.Exit(NEGATIVE)

@@ -89,7 +89,7 @@ def _level(name: str, level: Level) -> Row:
 
 def _spread(name: str, statistics: Statistics) -> str:
     if statistics.p50 is None and statistics.p95 is None:
-        return f"{name} {NOT_KNOWN}"
+        return f"{name} {NOT_KNOWN}" if statistics.mean is None else f"{name} mean {statistics.mean} ms"
     bound = f" (bound {statistics.p95_upper})" if statistics.p95_upper is not None else ""
     return f"{name} p50 {statistics.p50 or '-'} p95 {statistics.p95 or '-'}{bound} ms"
 
