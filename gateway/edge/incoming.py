@@ -46,6 +46,10 @@ class Incoming:
         """Whether it asks for a WebSocket."""
         return self.fields.get(b"upgrade", b"").strip().lower() == b"websocket"
 
+    def head_size(self) -> int:
+        """Bytes of target, names and values, with what HTTP puts between them."""
+        return len(self.target) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
     def take_body(self) -> bytes:
         """The whole body; the pieces are let go."""
         pieces, self.body = self.body, []

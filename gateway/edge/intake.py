@@ -16,7 +16,7 @@ from gateway.edge.body import Parsed
 from gateway.edge.incoming import Incoming
 from gateway.edge.job import Job
 from gateway.edge.keys import FailureLimiter
-from gateway.edge.protocol import body_too_large
+from gateway.edge.reader import body_too_large
 from gateway.edge.routes import Route
 from gateway.edge.rules import PathRules
 from gateway.edge.tokens import Counter

@@ -21,7 +21,8 @@ from gateway.edge.dispatch import Backends, Dispatch, jitter, unreachable
 from gateway.edge.incoming import Incoming
 from gateway.edge.intake import Intake
 from gateway.edge.job import Job, retries_of
-from gateway.edge.protocol import Bounds, PlimsollProtocol
+from gateway.edge.protocol import PlimsollProtocol
+from gateway.edge.reader import Bounds
 from gateway.edge.retry_budget import RetryBudget
 from gateway.edge.rules import PathRules, TenantPath
 from gateway.errors import Outcome, Reason, Refusal, Refused

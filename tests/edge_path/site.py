@@ -14,7 +14,8 @@ from gateway import policy as policies
 from gateway.edge.intake import Intake
 from gateway.edge.keys import FailureLimiter
 from gateway.edge.path import DataPath
-from gateway.edge.protocol import Bounds, PlimsollProtocol
+from gateway.edge.protocol import PlimsollProtocol
+from gateway.edge.reader import Bounds
 from gateway.edge.retry_budget import RetryBudget
 from gateway.edge.rules import PathRules
 from gateway.flow.controller import Controller

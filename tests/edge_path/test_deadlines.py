@@ -256,7 +256,7 @@ async def test_draining_lets_streams_finish_and_refuses_the_rest():
             queued = asyncio.create_task(ask(port))
             await until(lambda: site.waiting() == 1)
             await late.send(post()[:20])
-            await until(lambda: any(c._receiving for c in site.path.connections))
+            await until(lambda: any(c._reader.receiving for c in site.path.connections))
             draining = asyncio.create_task(site.path.drain(asyncio.get_running_loop().time() + 30))
             assert ((await queued).status, (await queued).code) == (503, "draining")
             assert await idle.closed() == b""

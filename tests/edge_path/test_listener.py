@@ -129,7 +129,7 @@ async def test_a_dripped_request_is_cut_by_a_total_deadline(stop):
         async def drip() -> None:
             await client.send(whole[:stop])
             for byte in whole[stop:]:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.25)
                 await client.send(bytes([byte]))
 
         dripping = asyncio.create_task(drip())
