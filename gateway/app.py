@@ -38,10 +38,10 @@ from gateway.flow.shape import Shape
 from gateway.forward.upstream import Upstream
 from gateway.gauges import Facts, Gauges
 from gateway.ledgers import Accounts
-from gateway.observe import retest_file
 from gateway.observe.audit import AuditLog
 from gateway.observe.journal import Journal
 from gateway.observe.metrics import Metrics, Names
+from gateway.observe.retest_file import LedgerFile
 from gateway.observe.tracing import open_tracer
 from gateway.queue_time import check_queue_times, queue_s
 
@@ -75,9 +75,8 @@ class App:
         self.tracer = open_tracer(
             policy.tracing.otlp_endpoint, policy.tracing.sample_ratio, lambda: time.time() - time.monotonic()
         )
-        self.ledger_file = policy.records / f".retest-{policy.server.listen.replace(':', '-')}.json"
-        self.ledger = retest_file.load(self.ledger_file)
-        self._ledger_saved = self.ledger.version
+        self._ledger_file = LedgerFile(policy.records / f".retest-{policy.server.listen.replace(':', '-')}.json")
+        self.ledger = self._ledger_file.ledger
         self.pool = CountPool()
         self.controller = Controller(policy.queue, time.monotonic, self._trigger, policy.breaker)
         self.controller.set_enforcement(observe=policy.enforcement == "observe")
@@ -129,6 +128,7 @@ class App:
 
     async def start(self) -> None:
         """Read the records, put the policy in force, begin to watch and to tick."""
+        self._ledger_file.check()
         await self.look_at_records()
         self.fleet.apply(self.policy)
         for work in (self.path.run, self.fleet.run, self._look):
@@ -139,7 +139,7 @@ class App:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._keep_ledger()
+        await self._ledger_file.keep(time.monotonic(), last=True)
         self.tracer.close()
         self.pool.close()
         await asyncio.to_thread(self.journal.close)
@@ -204,7 +204,7 @@ class App:
                 seen = stamp
                 await self.reload()
             await self.look_at_records()
-            await self._keep_ledger()
+            await self._ledger_file.keep(time.monotonic())
 
     async def look_at_records(self) -> None:
         """Take up what has changed in the directory of records."""
@@ -224,11 +224,6 @@ class App:
                 log.warning("record file %s is refused: %s", each.name, each.reason)
         self._report = report
         self.fleet.set_store(report)
-
-    async def _keep_ledger(self) -> None:
-        if self.ledger.version != self._ledger_saved:
-            self._ledger_saved = self.ledger.version
-            await asyncio.to_thread(retest_file.save, self.ledger_file, self.ledger.document())
 
     # What the parts ask of each other
 

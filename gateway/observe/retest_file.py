@@ -6,6 +6,7 @@ aside under another name and said so, it never keeps the gateway from starting. 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -17,6 +18,38 @@ import orjson
 from gateway.observe.retest import Ledger, LedgerError
 
 log = logging.getLogger("plimsoll.retest")
+
+RETRY_S = 60.0  # after a failure: a full or read-only disk is told once a minute, not at every trigger
+
+
+class LedgerFile:
+    """The ledger in memory and its file. Without a file that can be written, triggers are kept until the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.ledger = load(path)
+        self._saved = self.ledger.version
+        self._again_at = 0.0
+
+    def check(self) -> None:
+        """Say so, once, when the folder cannot be written."""
+        folder = self._path.parent
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+            log.warning(
+                "the folder of records %s cannot be written: requests are served, but retest triggers are forgotten at a restart "
+                "and no record can be pushed",
+                folder,
+            )
+
+    async def keep(self, now: float, *, last: bool = False) -> None:
+        """Write what is new (`now`: monotonic seconds); `last`: at once, whatever failed before."""
+        if self.ledger.version == self._saved or (now < self._again_at and not last):
+            return
+        version, document = self.ledger.version, self.ledger.document()
+        if await asyncio.to_thread(save, self._path, document):
+            self._saved = version
+        else:
+            self._again_at = now + RETRY_S
 
 
 def load(path: Path) -> Ledger:
