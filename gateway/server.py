@@ -52,6 +52,8 @@ async def run(policy_file: Path, *, ready: asyncio.Event | None = None) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
     tasks = _on_signals(app, stop, hurry)
     await app.start()
+    for _, sock in servers:
+        sock.listen(BACKLOG)  # what is said next is true from here on: the kernel holds connections until uvicorn accepts
     serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
     _say(app, policy, public, private)
     if ready is not None:
@@ -71,7 +73,7 @@ async def run(policy_file: Path, *, ready: asyncio.Event | None = None) -> int:
 
 
 def bind(address: str) -> socket.socket:
-    """A listening socket. Raises ListenError."""
+    """A socket bound to `host:port`. Raises ListenError."""
     host, port = policies.split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
