@@ -331,7 +331,10 @@ def parse(text: str, *, base: Path, name: str = "policy") -> Policy:
     try:
         policy = Policy.model_validate(raw)
     except ValidationError as error:
-        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'policy'}: {e['msg']}" for e in error.errors(include_url=False)]
+        lines = [
+            f"{'.'.join(str(p) for p in e['loc']) or 'policy'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors(include_url=False)
+        ]
         raise PolicyError(f"{name}: " + "; ".join(lines)) from error
     resolved: Policy = _resolve(policy, base)
     return resolved

@@ -231,7 +231,9 @@ class Watch:
 def http_client(url: str, endpoint: Endpoint, instance: str) -> tuple[httpx.AsyncClient, str]:
     """An httpx client for one backend and the base of its URLs. No proxy of the environment is used; nothing is followed."""
     verify: ssl.SSLContext | bool = endpoint.ssl or True
-    transport = httpx.AsyncHTTPTransport(uds=endpoint.unix_path, verify=verify, retries=0)
+    # A new connection for every call: a load balancer in between shows itself by answering as two servers.
+    fresh = httpx.Limits(max_keepalive_connections=0)
+    transport = httpx.AsyncHTTPTransport(uds=endpoint.unix_path, verify=verify, retries=0, limits=fresh)
     client = httpx.AsyncClient(
         transport=transport,
         trust_env=False,
