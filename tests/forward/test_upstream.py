@@ -16,7 +16,7 @@ class Recorder:
     """A sink that keeps what it hears."""
 
     def __init__(self) -> None:
-        self.heads, self.body, self.ends, self.failures = [], b"", 0, []
+        self.heads, self.body, self.ends, self.failures = [], bytearray(), 0, []
         self.over = asyncio.Event()
         self.begun = asyncio.Event()
 
