@@ -135,8 +135,17 @@ def moment(seconds: float) -> str:
 
 
 def _sizes(group: dict[str, Any]) -> str:
+    """What was asked for on the axis that the group is about; on every axis where it is about none of them."""
     asked = group.get("asked") or {}
-    return "; ".join(f"{axis} p50 {q.get('p50')} p95 {q.get('p95')} max {q.get('max')}" for axis, q in asked.items() if q) or "-"
+    axes = [group["axis"]] if group["axis"] in asked else list(asked)
+    return (
+        "; ".join(
+            f"{axis} p50 {asked[axis].get('p50')} p95 {asked[axis].get('p95')} max {asked[axis].get('max')}"
+            for axis in axes
+            if asked[axis]
+        )
+        or "-"
+    )
 
 
 @retest_app.command("plan")
