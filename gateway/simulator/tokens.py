@@ -64,12 +64,32 @@ class TokenModel:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a chat as text. Raises PromptError when the template refuses the messages."""
+        shown = [_as_templates_see(message) for message in messages]
         try:
             return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._specials, **(extra or {})
+                messages=shown, tools=tools, add_generation_prompt=add_generation_prompt, **self._specials, **(extra or {})
             )
         except (TemplateError, TypeError) as error:
             raise PromptError(f"The chat template cannot render these messages: {error}") from error
+
+
+def _as_templates_see(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As vLLM hands a message to the template: the arguments of a tool call are an object, and stand before its name."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        return message
+    return {**message, "tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (ValueError, TypeError, RecursionError):
+        arguments = {}
+    arguments = arguments if isinstance(arguments, dict) else {}
+    return {**call, "function": {"arguments": arguments, "name": function.get("name")}}
 
 
 @dataclass(slots=True)
