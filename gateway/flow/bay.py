@@ -99,7 +99,7 @@ class Bay:
         """Why nothing can be sent here now or for a while; None when it can, or when a probe is out."""
         if isinstance(self.gate, Closed):
             return self.gate.refusal
-        wait = self.breaker.retry_after_s(now)
+        wait = None if self.breaker.state is State.CLOSED else self.breaker.retry_after_s(now)
         if wait is None:
             return None
         return Refusal(Reason.BACKEND_UNAVAILABLE, f"the backend fails; it is tried again in {wait:.1f} s", retry_after_s=wait)

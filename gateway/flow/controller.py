@@ -211,8 +211,8 @@ class Controller:
     def _straight(self, route: Route, demand: Demand, now: float) -> Grant | None:
         """The fast path, nobody waiting: the candidate with most room, or None."""
         shape = demand.shape
-        best: tuple[Bay, int, int] | None = None
-        best_room = 0
+        best: Bay | None = None
+        best_mask = best_blocks = best_room = 0
         for bay in route.bays:
             if not bay.open:
                 continue
@@ -225,13 +225,13 @@ class Controller:
             if bay.breaker.state is not State.CLOSED and not bay.breaker.would_allow(now):
                 continue
             room = occupancy.room(mask) if len(route.bays) > 1 else 0
-            if best is None or room > best_room or (room == best_room and prefers(demand.affinity, bay, best[0])):
-                best, best_room = (bay, mask, blocks), room
+            if best is None or room > best_room or (room == best_room and prefers(demand.affinity, bay, best)):
+                best, best_mask, best_blocks, best_room = bay, mask, blocks, room
         if best is None:
             return None
         pool = route.pool
         level = pool.levels.get(demand.priority) or pool.level(demand.priority)
-        return self._grant(demand, *best, 0.0, level, now)
+        return self._grant(demand, best, best_mask, best_blocks, 0.0, level, now)
 
     def _grant(self, demand: Demand, bay: Bay, mask: int, blocks: int, queue_s: float, level: Level, now: float) -> Grant:
         breaker = bay.breaker

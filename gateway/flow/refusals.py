@@ -19,10 +19,13 @@ def hopeless(route: Route, demand: Demand, masks: tuple[int, ...], now: float) -
     A size outside every open envelope is the caller's to change; unless a backend that is closed for a while would have
     held it. Of several closed backends the one that may be back first speaks.
     """
+    closed = []
     possible = [bay for bay, mask in zip(route.bays, masks, strict=True) if mask]
-    closed = [refusal for bay in possible if (refusal := bay.refusal(now)) is not None]
-    if len(closed) < len(possible):
-        return None
+    for bay in possible:
+        refusal = bay.refusal(now)
+        if refusal is None:
+            return None
+        closed.append(refusal)
     shut = [bay for bay in route.bays if isinstance(bay.gate, Closed)]
     if not possible:
         opened = [bay for bay in route.bays if bay.open]

@@ -33,6 +33,7 @@ STEPS = st.one_of(
         st.sampled_from([0, 0, 1]), st.sampled_from([None, 2.0, 8.0]),
     ),
     st.tuples(st.just("settle"), st.integers(0, 20), st.floats(0, 1)),
+    st.tuples(st.just("first token"), st.integers(0, 20)),
     st.tuples(st.just("leave"), st.integers(0, 20)),
     st.tuples(st.just("sweep"), st.floats(0, 3)),
     st.tuples(st.just("close"), st.sampled_from("ab")),
@@ -92,6 +93,8 @@ class History:
                 self.foreign_to_new_boxes.discard(grant)
                 self.settled += 1
                 grant.settle(self.clock.now, int(grant.tokens * share), 0)
+            case ("first token", int(index)) if self.running:
+                self.running[index % len(self.running)].prefill_done()
             case ("leave", int(index)) if self.waiting:
                 waiting = self.waiting.pop(index % len(self.waiting))
                 self.count_departure(waiting)
@@ -133,6 +136,8 @@ class History:
             mine = [grant for grant in self.running if grant.backend == backend.name]
             assert backend.sequences == sum(grant.shape.sequences for grant in mine) >= 0
             assert backend.requests == len(mine)
+            decoding = sum(grant.shape.sequences for grant in mine if grant.decoding)
+            assert sum(count for (phase, _, _), count in backend.by_size.items() if phase == "decode") == decoding
             assert sum(backend.in_flight.values()) == sum(backend.by_size.values()) == backend.sequences
             if mine and not self.foreign_to_new_boxes & set(mine):
                 assert any(holds_all(each, [grant.shape for grant in mine]) for each in self.boxes[backend.name])

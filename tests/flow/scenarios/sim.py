@@ -64,7 +64,7 @@ class World:
     service: Service = field(default=lambda shape: 0.01 + 0.001 * shape.tokens)
     queue: policy.Queue = field(default_factory=lambda: policy.Queue(max_requests=100_000))
     patience: float = 1e6
-    used_share: Callable[[random.Random], float] = field(default=lambda _: 1.0)
+    used_share: Callable[[str], float] = field(default=lambda tenant: 1.0)
 
     def __post_init__(self) -> None:
         self.now = 0.0
@@ -155,7 +155,7 @@ class World:
 
     def _finish(self, request: Request, grant: Grant) -> None:
         self.live[grant.backend].discard(grant)
-        used = int(grant.shape.tokens * self.used_share(self.rng))
+        used = int(grant.shape.tokens * self.used_share(request.demand.tenant))
         grant.settle(self.now, used, 0)
         self._over(request, "served")
 

@@ -48,12 +48,13 @@ def test_one_noisy_tenant_gets_no_more_than_its_share(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_backlogged_tenants_share_by_weight_of_what_was_used(seed: int) -> None:
-    world = World(seed, used_share=lambda rng: rng.uniform(0.1, 1))
+    used = {"gold": 1.0, "silver": 0.5, "bronze": 0.8}  # the rest of each reservation is refunded
+    world = World(seed, used_share=lambda tenant: used[tenant])
     world.backend("b", box(concurrency=8))
     for tenant, weight in (("gold", 4.0), ("silver", 2.0), ("bronze", 1.0)):
         world.closed_loop(40, mixed, tenant=tenant, weight=weight)
     world.run(400)
-    shares = {name: world.served(name, 10) for name in ("gold", "silver", "bronze")}
+    shares = {name: world.served(name, 10) * used[name] for name in used}
     total = sum(shares.values())
     for name, weight in (("gold", 4), ("silver", 2), ("bronze", 1)):
         fair = total * weight / 7
@@ -133,6 +134,18 @@ def test_a_tight_request_gets_in_after_bounded_overtakings(seed: int) -> None:
     resumed = [r for r in world.grants if tight.granted <= r.granted <= tight.granted + 4.1]  # type: ignore[operator]
     assert any(r is not tight for r in resumed), "beside it the narrow slice is used"
     assert sum(r.granted > tight.ended for r in world.grants) > 100, "afterwards the wide slice is"  # type: ignore[operator]
+
+
+def test_batch_does_not_slip_past_a_tight_interactive_request() -> None:
+    """While an interactive request waits for the narrow slice, no batch request is put on that backend."""
+    world = World(9, service=lambda shape: 1.0)
+    world.backend("b", box(2048, 512, 16, name="a"), box(8192, 512, 2, name="c"))
+    world.closed_loop(40, small, tenant="bulk", level="batch")
+    world.run(20.5)
+    tight = world.send(world.demand(one(6000, 100), "live", ("b",)))
+    world.run(40)
+    assert not [r for r in world.grants if tight.arrived < r.granted < tight.granted]  # type: ignore[operator]
+    assert tight.wait <= 1.0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
