@@ -70,6 +70,7 @@ class Exchange:
         self.scanner = Scanner("openai")
         self._connection, self._streamed = connection, streamed
         self._held = bytearray()
+        self._ended = False
         self._first = loop.call_later(limits.first_token_s, self._late, "no first token within first_token_s")
         self._all = loop.call_later(limits.execution_s, self._late, "no end within execution_s")
 
@@ -114,8 +115,8 @@ class Exchange:
         self._finish()
 
     def cancel(self) -> None:
-        """Leave: the run was interrupted."""
-        if not self.done.done():
+        """Leave, unless it has ended. (A cancelled task has cancelled `done` itself, so that this cannot tell.)"""
+        if not self._ended:
             self.status, self.last_at = "cancelled", clock()
             self._connection.abort()
             self._finish()
@@ -143,6 +144,7 @@ class Exchange:
         self.status, self.error, self.detail = "error", kind, detail[:MAX_DETAIL]
 
     def _finish(self) -> None:
+        self._ended = True
         self._first.cancel()
         self._all.cancel()
         if not self.done.done():

@@ -23,7 +23,7 @@ from gateway.qualify.samples import RawSample, sampled
 from gateway.qualify.stats import Sampled
 
 MAX_GAPS = 20_000
-_WORK = 4_000_000
+_WORK = 2_000_000
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 _FEWEST_AT_AN_END = 3
 

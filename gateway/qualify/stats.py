@@ -37,7 +37,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
 MIN_REPEATS = 3
-RESAMPLES = 1000
+RESAMPLES = 400
 _MAX_DRIFT = 1.0
 
 

@@ -22,10 +22,10 @@ def plan(**changes: Any) -> Plan:
     """One cell of tiny requests at 1 and 4, three repeats."""
     cell = {
         "input_tokens": {"min": 1, "max": 64}, "output_tokens": {"min": 1, "max": 8}, "concurrency": [1, 4], "requests": 60,
-        "batches": 30, "max_seconds": 30, **changes.pop("cell", {}),
+        "batches": 48, "max_seconds": 30, **changes.pop("cell", {}),
     }  # fmt: skip
     value = {
-        "schema": "plimsoll-plan/v1", "name": "test", "cells": [cell], "max_lag_ms": 10_000,
+        "schema": "plimsoll-plan/v1", "name": "test", "cells": [cell], "max_lag_ms": 10_000, "confidence": 0.8,
         "warmup": {"requests": 8, "window": 4, "tolerance": 1.0, "max_requests": 400}, **changes,
     }  # fmt: skip
     return plans.Plan.model_validate(value)
