@@ -25,6 +25,7 @@ from gateway.edge.intake import Intake
 from gateway.edge.keys import FailureLimiter
 from gateway.edge.local import local_app
 from gateway.edge.path import DataPath
+from gateway.edge.private import Private
 from gateway.edge.protocol import Bounds
 from gateway.edge.retry_budget import RetryBudget
 from gateway.edge.rules import PathRules
@@ -117,6 +118,7 @@ class App:
         self.audit = AuditLog(policy.audit.path)
         self.local = local_app(self.desk, self._shell_rules, accounts.finish, limiter)
         self.admin = admin_app(self.desk, self._shell_rules, accounts.finish, self.audit)
+        self.private = Private(self._shell_rules, _bounds(policy), accounts.finish)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -131,7 +133,7 @@ class App:
         self._ledger_file.check()
         await self.look_at_records()
         self.fleet.apply(self.policy)
-        for work in (self.path.run, self.fleet.run, self._look):
+        for work in (self.path.run, self.private.run, self.fleet.run, self._look):
             self._tasks.append(asyncio.create_task(work()))
 
     async def close(self) -> None:
@@ -176,7 +178,7 @@ class App:
         self.metrics.set_names(_names(fresh))
         self.controller.set_limits(fresh.queue, fresh.breaker)
         self.controller.set_enforcement(observe=fresh.enforcement == "observe")
-        self.path.bounds = _bounds(fresh)
+        self.path.bounds = self.private.bounds = _bounds(fresh)
         self.retries.set_limits(fresh.retries)
         self.fleet.apply(fresh)
         self._refresh_rules()

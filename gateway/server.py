@@ -48,7 +48,7 @@ async def run(policy_file: Path, *, ready: asyncio.Event | None = None) -> int:
     app = App(policy, policy_file)
     servers = [(_Server(_public(app)), public)]
     if private is not None:
-        servers.append((_Server(_config(app.admin)), private))
+        servers.append((_Server(_config(app.admin, http=PlimsollProtocol.bound(app.private))), private))
     stop, hurry = asyncio.Event(), asyncio.Event()
     tasks = _on_signals(app, stop, hurry)
     await app.start()

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from gateway.edge.keys import Principal
     from gateway.edge.routes import Route
 
+_ONCE = (b"host", b"content-type", b"content-encoding", b"content-length", b"transfer-encoding")
+
 
 class Incoming:
     """Head and body of one request. `received_at`: monotonic seconds of its first byte.
@@ -45,6 +47,13 @@ class Incoming:
     def websocket(self) -> bool:
         """Whether it asks for a WebSocket."""
         return self.fields.get(b"upgrade", b"").strip().lower() == b"websocket"
+
+    def repeats(self) -> bool:
+        """Whether a header stands twice of which there can only be one."""
+        if len(self.fields) == len(self.headers):
+            return False
+        names = [name for name, _ in self.headers]
+        return any(names.count(name) > 1 for name in _ONCE)
 
     def head_size(self) -> int:
         """Bytes of target, names and values, with what HTTP puts between them."""

@@ -27,7 +27,6 @@ from gateway.flow.demand import Demand
 THREAD_BYTES = 131_072  # larger bodies would hold up every other request for longer than a millisecond
 UNCOUNTED = 2**53 - 1
 COMPLETIONS_DEFAULT = 16  # vLLM's own limit for /v1/completions without one
-_ONCE = (b"host", b"content-type", b"content-encoding", b"content-length", b"transfer-encoding")
 _BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 
 
@@ -52,7 +51,7 @@ class Intake:
     def screen(self, incoming: Incoming, rules: PathRules, address: str | None, now: float) -> Refusal | None:
         """Judge a head, before anything of the body is kept. Sets `principal` and `route`."""
         fields = incoming.fields
-        if len(fields) != len(incoming.headers) and _repeats(incoming):
+        if incoming.repeats():
             return Refusal(Reason.INVALID_BODY, "A header that must stand once stands twice.")
         if b"host" not in fields and not incoming.http_1_0:
             return Refusal(Reason.INVALID_BODY, "The Host header is missing.")
@@ -141,8 +140,3 @@ class Intake:
         default = COMPLETIONS_DEFAULT if parsed.route.parser == "completions" else self._models.server_default(parsed.rules.name)
         found = self._controller.default_output(backends, parsed.task, parsed.features, tokens, default)
         return found if found is not None else 1
-
-
-def _repeats(incoming: Incoming) -> bool:
-    names = [name for name, _ in incoming.headers]
-    return any(names.count(name) > 1 for name in _ONCE)

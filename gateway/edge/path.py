@@ -16,7 +16,8 @@ from contextlib import suppress
 from itertools import count
 from typing import Protocol
 
-from gateway.edge import responses
+from gateway.edge import responses, routes
+from gateway.edge.connections import Connections
 from gateway.edge.dispatch import Backends, Dispatch, jitter, unreachable
 from gateway.edge.incoming import Incoming
 from gateway.edge.intake import Intake
@@ -66,8 +67,7 @@ class DataPath:
         self.buffered_bytes = 0
         self.draining = False
         self.jobs: set[Job] = set()
-        self.connections: set[PlimsollProtocol] = set()
-        self._per_address: dict[str, int] = {}
+        self.connections = Connections()
         self._controller = controller
         self._intake = intake
         self._backends = backends
@@ -224,7 +224,8 @@ class DataPath:
         """Judge a head: None to go on, a refusal, or the whole answer to a preflight."""
         rules = self.rules
         if rules.has_cors and incoming.method == b"OPTIONS" and b"access-control-request-method" in incoming.fields:
-            answer = rules.cors.preflight(incoming.fields.get(b"origin"), b"")
+            ours = b"x-request-id: %b\r\n" % self._exchange(client, incoming).request_id.encode()
+            answer = rules.cors.preflight(incoming.fields.get(b"origin"), ours)
             if answer is not None:
                 return answer
         refusal = self._intake.screen(incoming, rules, client.address, incoming.received_at)
@@ -242,12 +243,14 @@ class DataPath:
         fields = incoming.fields if incoming is not None else {}
         if self.rules.has_cors:
             ours += self.rules.cors.lines(fields.get(b"origin"))
-        route = incoming.route if incoming is not None else None
+        # The dialect is the route's, also where the key failed before the route was looked at.
+        route = routes.find(incoming.path) if incoming is not None else None
         allow = route.method.encode() if route is not None and refusal.reason is Reason.METHOD_NOT_ALLOWED else None
-        dialect = route.dialect if route is not None else "openai"
-        return responses.render(
-            refusal, dialect, ours, jitter=jitter(), retries=retries_of(fields), keep_alive=False, allow=allow
-        )
+        answer = responses.render(
+            refusal, route.dialect if route is not None else "openai", ours,
+            jitter=jitter(), retries=retries_of(fields), keep_alive=False, allow=allow,
+        )  # fmt: skip
+        return responses.head_of(answer) if incoming is not None and incoming.method == b"HEAD" else answer
 
     def departed(self, client: PlimsollProtocol, incoming: Incoming) -> None:
         """A client left before its request was whole."""
@@ -257,23 +260,11 @@ class DataPath:
 
     def connected(self, client: PlimsollProtocol) -> bool:
         """Count a connection; False when there are too many, from everywhere or from its address."""
-        self.connections.add(client)
-        address, bounds = client.address or "", self.bounds
-        self._per_address[address] = there = self._per_address.get(address, 0) + 1
-        per_address = bounds.max_connections_per_address
-        return len(self.connections) <= bounds.max_connections and (per_address is None or there <= per_address)
+        return self.connections.add(client, self.bounds)
 
     def disconnected(self, client: PlimsollProtocol) -> None:
         """Forget a connection."""
-        if client not in self.connections:
-            return
         self.connections.discard(client)
-        address = client.address or ""
-        left = self._per_address[address] - 1
-        if left:
-            self._per_address[address] = left
-        else:
-            del self._per_address[address]
 
     # Time
 
@@ -295,14 +286,13 @@ class DataPath:
         if self._ticks % _SWEEP_EVERY == 0:
             for upstream in self._upstreams():
                 upstream.sweep(now)
-            for client in list(self.connections):
-                client.sweep(now)
+            self.connections.sweep(now)
 
     async def drain(self, deadline: float) -> None:
         """Take no more work, let what runs finish until `deadline` (monotonic), then end it with an error of its own."""
         self.draining = True
         self._controller.drain(_DRAINING)
-        for client in list(self.connections):
+        for client in self.connections:
             if not client.busy:
                 client.shutdown()
         if self.jobs:

@@ -200,27 +200,31 @@ class PlimsollProtocol(HttpToolsProtocol):
     # From requests to work
 
     def _advance(self) -> None:
-        """Take up the next request that is whole; refuse what is not worth receiving."""
-        if self._current is not None or self._over:
-            return
+        """Take up the next request that is whole; refuse what is not worth receiving. Goes on past what was answered at once."""
+        while self._current is None and not self._over and self._next():
+            pass
+
+    def _next(self) -> bool:
+        """One step; whether a request was taken up and answered, so that another may follow."""
         reader = self._reader
         incoming = reader.ready.popleft() if reader.ready else reader.receiving
         if incoming is None or not incoming.whole:
             if reader.broken is not None:
                 self._refuse(reader.broken)
-                return
+                return False
             if incoming is None or not incoming.head_done:
-                return
+                return False
         if not incoming.screened:
             incoming.screened = True
             verdict = self.front.screen(self, incoming)
             if verdict is not None:
                 self._turn_away(incoming, verdict)
-                return
+                return True
             if incoming.expects_continue and not incoming.whole:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if incoming.whole:
             self._begin(incoming)
+        return False
 
     def _begin(self, incoming: Incoming) -> None:
         self._current = incoming
@@ -269,6 +273,8 @@ class PlimsollProtocol(HttpToolsProtocol):
         elif incoming.whole:
             self.transport.write(verdict)
             self._idle_since = time.monotonic()
+            if not incoming.keep_alive:
+                self.hang_up()
         else:
             self._answer_and_close(verdict, whole=False)
 

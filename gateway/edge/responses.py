@@ -167,6 +167,11 @@ def render(
     return b"".join(parts)
 
 
+def head_of(answer: bytes) -> bytes:
+    """A whole response without its body, as HEAD is answered."""
+    return answer[: answer.index(b"\r\n\r\n") + 4]
+
+
 def error_event(refusal: Refusal, dialect: Dialect, sequence: int) -> bytes:
     """One complete SSE event that tells of a failure inside a stream. `sequence`: events before it (responses dialect)."""
     document = error_document(refusal, dialect)
