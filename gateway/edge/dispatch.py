@@ -98,7 +98,7 @@ class Dispatch:
             extra = b"anthropic-version: %b\r\n" % (job.incoming.fields.get(_VERSION) or b"2023-06-01")[:32]
         relay = job.relay = Relay(
             job.client,
-            Scanner(route.dialect, parsed.sequences),
+            Scanner(route.dialect, parsed.sequences) if parsed.stream else None,
             stream=parsed.stream,
             chunked=not job.incoming.http_1_0,
             head_lines=lambda status, headers: self._stream_head(job, grant, status, headers),
@@ -171,13 +171,17 @@ class Dispatch:
             return
         body = b"".join(relay.held)
         relay.held = []
+        account = read_account(body) if status == 200 else Account(0, 0, True, None)
+        if account.torn and relay.claims_json:
+            grant.report(Result.FAILURE, time.monotonic())
+            self.fail(job, Refusal(Reason.UPSTREAM_RESET, "The backend's answer broke off: half a document."))
+            return
         keep_alive = job.incoming.keep_alive and not job.incoming.http_1_0
         head = responses.relayed_head(
             status, relay.headers, self.ours(job, grant), len(body), chunked=False, keep_alive=keep_alive
         )
         job.client.write(head + body)
         exchange.status, exchange.response_bytes = status, len(body)
-        account = read_account(body) if status == 200 else Account(0, 0, True, None)
         self._note(job, account)
         self._judge(job, grant, status, account.error, account.code)
         self._finished(job, keep_alive=keep_alive)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gateway.edge.keys import Principal
+    from gateway.edge.keys import KeyRing, Principal
     from gateway.edge.routes import Route
 
 _ONCE = (b"host", b"content-type", b"content-encoding", b"content-length", b"transfer-encoding")
@@ -63,3 +63,30 @@ class Incoming:
         """The whole body; the pieces are let go."""
         pieces, self.body = self.body, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class Known:
+    """The caller of a connection, remembered: a connection that shows the same bytes again is not looked up again.
+
+    A key that can expire is looked up each time, and a new ring (the policy was reloaded) forgets whom the old one knew.
+    """
+
+    __slots__ = ("_authorization", "_principal", "_ring")
+
+    def __init__(self) -> None:
+        self._ring: KeyRing | None = None
+        self._authorization: bytes | None = None
+        self._principal: Principal | None = None
+
+    def principal(self, ring: KeyRing, incoming: Incoming) -> Principal | None:
+        """Whose key the request bears; None for every way of not being known."""
+        fields = incoming.fields
+        authorization = fields.get(b"authorization")
+        if len(fields) != len(incoming.headers) or b"x-api-key" in fields or b"api-key" in fields:
+            return ring.identify(incoming.headers)
+        if ring is self._ring and authorization == self._authorization:
+            return self._principal
+        principal = ring.identify(incoming.headers)
+        if principal is not None and principal.expires is None:
+            self._ring, self._authorization, self._principal = ring, authorization, principal
+        return principal

@@ -16,6 +16,7 @@ from gateway.edge.body import Parsed
 from gateway.edge.incoming import Incoming
 from gateway.edge.job import Job
 from gateway.edge.keys import FailureLimiter
+from gateway.edge.protocol import PlimsollProtocol
 from gateway.edge.reader import body_too_large
 from gateway.edge.routes import Route
 from gateway.edge.rules import PathRules
@@ -27,6 +28,7 @@ from gateway.flow.demand import Demand
 THREAD_BYTES = 131_072  # larger bodies would hold up every other request for longer than a millisecond
 UNCOUNTED = 2**53 - 1
 COMPLETIONS_DEFAULT = 16  # vLLM's own limit for /v1/completions without one
+_METHODS = {"GET": b"GET", "POST": b"POST"}
 _BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 
 
@@ -48,16 +50,16 @@ class Intake:
         self._models = models
         self._limiter = limiter
 
-    def screen(self, incoming: Incoming, rules: PathRules, address: str | None, now: float) -> Refusal | None:
+    def screen(self, client: PlimsollProtocol, incoming: Incoming, rules: PathRules) -> Refusal | None:
         """Judge a head, before anything of the body is kept. Sets `principal` and `route`."""
         fields = incoming.fields
         if incoming.repeats():
             return Refusal(Reason.INVALID_BODY, "A header that must stand once stands twice.")
         if b"host" not in fields and not incoming.http_1_0:
             return Refusal(Reason.INVALID_BODY, "The Host header is missing.")
-        incoming.principal = principal = rules.keys.identify(incoming.headers)
+        incoming.principal = principal = client.known.principal(rules.keys, incoming)
         if principal is None:
-            wait_s = self._limiter.failed(address, now)
+            wait_s = self._limiter.failed(client.address, incoming.received_at)
             if wait_s is not None:
                 return Refusal(Reason.RATE_LIMITED, "Too many failed attempts.", retry_after_s=wait_s)
             return Refusal(Reason.INVALID_API_KEY, "A valid API key is needed.")
@@ -65,11 +67,11 @@ class Intake:
         if route is None:
             return Refusal(Reason.UNKNOWN_ROUTE, "There is no such route.")
         incoming.route = route
-        if incoming.method.decode("ascii") != route.method and not (route.kind != "proxy" and incoming.method in _BODILESS):
+        if _METHODS[route.method] != incoming.method and not (route.kind != "proxy" and incoming.method in _BODILESS):
             return Refusal(Reason.METHOD_NOT_ALLOWED, f"This route answers {route.method}.")
         if principal.role not in route.roles:
             return Refusal(Reason.NOT_PERMITTED, "This key may not use this route.")
-        if incoming.websocket:
+        if b"upgrade" in fields and incoming.websocket:
             return Refusal(Reason.UNKNOWN_ROUTE, "WebSockets are not offered.")
         size = fields.get(b"content-length")
         if size is not None and int(size) > rules.max_body_bytes:
@@ -105,8 +107,13 @@ class Intake:
         model, tenant = job.model, job.tenant
         assert model is not None
         due = now + model.queue_s
-        tokens = await self._input_tokens(job, parsed, model.backends, due)
+        counter = self._models.counter(parsed.rules.name)
+        low, tokens = counter.bound(parsed)  # the upper bound where it settles the matter, the exact count where not
         output = parsed.output_tokens
+        if tokens is None or not self._controller.settled(
+            model.backends, parsed.task, parsed.features, output, parsed.sequences, low, tokens
+        ):
+            tokens = await counter.count(parsed, due if job.caller_due is None else min(due, job.caller_due))
         if output is None:
             output = self._default_output(parsed, model.backends, tokens)
             if not job.rules.observe:
@@ -117,23 +124,6 @@ class Intake:
             parsed.rules.name, model.backends, shape, tenant.name, tenant.weight, tenant.priority_class, tenant.priority,
             due, job.caller_due, affinity, tenant.limits,
         )  # fmt: skip
-
-    async def _input_tokens(self, job: Job, parsed: Parsed, backends: tuple[str, ...], due: float) -> int:
-        """The upper bound where it settles the matter, the exact count where it does not."""
-        counter = self._models.counter(parsed.rules.name)
-        low, high = counter.bound(parsed)
-        if not self._controller.has_open(backends):
-            return low  # whatever its size, the gate decides; there may not even be a tokenizer yet
-        if high is not None and self._controller.settled(
-            backends, parsed.task, parsed.features, parsed.output_tokens, parsed.sequences, low, high
-        ):
-            return high
-        try:
-            return await counter.count(parsed, due if job.caller_due is None else min(due, job.caller_due))
-        except Refused as refused:
-            if not job.rules.observe or refused.refusal.axis is None:
-                raise
-            return UNCOUNTED  # outside every slice, which is counted; and let through
 
     def _default_output(self, parsed: Parsed, backends: tuple[str, ...], tokens: int) -> int:
         """The limit for a request that names none; 1 where no slice holds its input, so that the refusal says so."""

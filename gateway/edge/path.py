@@ -120,7 +120,7 @@ class DataPath:
         exchange.backend, exchange.record = answer.backend, answer.record
         exchange.composition = answer.composition()
         job.grant, job.dispatched = answer, False
-        self._retries.request(exchange.admitted_at)
+        self._retries.request()
         return answer
 
     def _again(self, job: Job, grant: Grant, demand: Demand, failure: UpstreamFailure | ConnectFailed) -> Demand:
@@ -228,7 +228,7 @@ class DataPath:
             answer = rules.cors.preflight(incoming.fields.get(b"origin"), ours)
             if answer is not None:
                 return answer
-        refusal = self._intake.screen(incoming, rules, client.address, incoming.received_at)
+        refusal = self._intake.screen(client, incoming, rules)
         if refusal is None and self.draining and incoming.route is not None and incoming.route.kind == "proxy":
             return _DRAINING
         return refusal

@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.edge.incoming import Incoming
+from gateway.edge.incoming import Incoming, Known
 from gateway.edge.reader import Bounds, Reader, Store
 from gateway.errors import Reason, Refusal
 from gateway.forward.relay import Brake
@@ -64,6 +64,7 @@ class PlimsollProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.known = Known()
         self.brake: Brake | None = None
         self.paused_at: float | None = None  # since when the client has not taken what was written
         self._reader = Reader(self.front)

@@ -13,22 +13,22 @@ class RetryBudget:
     `now` is monotonic seconds.
     """
 
-    __slots__ = ("_at", "_rate", "_ratio", "_tokens")
+    __slots__ = ("_at", "_rate", "_ratio", "_requests", "_tokens")
 
     def __init__(self, config: policy.Retries, now: float) -> None:
         self._ratio = config.budget_ratio
         self._rate = config.budget_min_per_s
         self._tokens = self._rate
+        self._requests = 0
         self._at = now
 
     def set_limits(self, config: policy.Retries) -> None:
         """A new policy."""
         self._ratio, self._rate = config.budget_ratio, config.budget_min_per_s
 
-    def request(self, now: float) -> None:
-        """A request was admitted."""
-        self._advance(now)
-        self._tokens += self._ratio
+    def request(self) -> None:
+        """A request was admitted; what it adds is reckoned when somebody asks."""
+        self._requests += 1
 
     def take(self, now: float) -> bool:
         """Whether a second try may be made; it is then counted."""
@@ -40,9 +40,9 @@ class RetryBudget:
 
     def _advance(self, now: float) -> None:
         """What accrued since the last look; more than a window's worth is not saved up."""
-        if now > self._at:
-            self._tokens = min(self._tokens + (now - self._at) * self._rate, self._ceiling())
-            self._at = now
+        earned = self._requests * self._ratio + max(0.0, now - self._at) * self._rate
+        self._tokens = min(self._tokens + earned, self._ceiling())
+        self._requests, self._at = 0, max(now, self._at)
 
     def _ceiling(self) -> float:
         return max(self._rate * _WINDOW_S, 1.0 if self._ratio or self._rate else 0.0, self._ratio * 100)

@@ -67,7 +67,7 @@ class Relay:
     def __init__(
         self,
         client: Client,
-        scanner: Scanner,
+        scanner: Scanner | None,
         *,
         stream: bool,
         chunked: bool,
@@ -78,7 +78,7 @@ class Relay:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[End] = self._loop.create_future()
         self.client = client
-        self.scanner: Scanner | None = scanner
+        self.scanner = scanner
         self.stream = stream
         self.chunked = chunked
         self.status = 0
@@ -113,6 +113,13 @@ class Relay:
         """Nobody waits for the end any more."""
         self._drop()
         self.done.cancel()
+
+    @property
+    def claims_json(self) -> bool:
+        """Whether the answer calls itself a JSON document that can be read here."""
+        fields = dict(self.headers)
+        plain = fields.get(b"content-encoding", b"identity").lower() == b"identity"
+        return plain and fields.get(b"content-type", b"").lower().startswith(b"application/json")
 
     # The sink's side
 
