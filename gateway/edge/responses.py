@@ -145,7 +145,8 @@ def render(
     """A whole response. `jitter` in [0, 1) spreads Retry-After by up to a quarter; `retries` is the caller's own count."""
     answer = _ANSWERS[refusal.reason]
     body = orjson.dumps(error_document(refusal, dialect))
-    retry = answer.retry and not (retries and refusal.reason in _OVERLOAD)
+    never = answer.status == 429 and refusal.retry_after_s is None  # more than the whole quota: no time will help
+    retry = answer.retry and not never and not (retries and refusal.reason in _OVERLOAD)
     parts = [
         _STATUS_LINES.get(answer.status) or b"HTTP/1.1 %d \r\n" % answer.status,
         DATE.lines(),
