@@ -15,12 +15,12 @@ from tests.support.attested import AttestedGateway, Box, fetch_identity, record_
 HERE = Path(__file__).parent
 TENANTS = {
     "few": {"requests_per_minute": 1},
-    "little": {"tokens_per_minute": 64},
+    "little": {"tokens_per_minute": 150},
     "one": {"max_in_flight": 1},
     "elsewhere": {"models": ["bare"]},
 }
 BOXES = (Box(1024, 256, 8, features=("structured_output",)), Box(512, 0, 8, task="pool"))
-TIMEOUTS = {"queue_s": 1.5, "first_token_s": 1.5, "stall_s": 1.5, "execution_s": 20}
+TIMEOUTS = {"queue_s": 1, "first_token_s": 1.5, "stall_s": 3, "execution_s": 20}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
