@@ -45,8 +45,8 @@ class Incoming:
 
     @property
     def websocket(self) -> bool:
-        """Whether it asks for a WebSocket."""
-        return self.fields.get(b"upgrade", b"").strip().lower() == b"websocket"
+        """Whether it asks for a WebSocket, be it among other things."""
+        return any(b"websocket" in value.lower() for name, value in self.headers if name == b"upgrade")
 
     def repeats(self) -> bool:
         """Whether a header stands twice of which there can only be one."""

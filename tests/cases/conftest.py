@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.gateway import Backend, GatewayProcess
+from tests.support.quay import quay, shared_quay  # noqa: F401 - fixtures of the cases that attack from outside
 from tests.support.upstream import ScriptedUpstream
 
 HERE = Path(__file__).parent
