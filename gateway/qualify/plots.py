@@ -7,7 +7,7 @@ which there is nothing to draw is not drawn. Talks to: matplotlib, without a dis
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -36,47 +36,46 @@ _MOST_POINTS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One figure: a name for its file, what it shows in a sentence, and its two forms."""
+    """One figure: a name for its file, what it shows in a sentence, and its two forms; the PNG where it was asked for."""
 
     name: str
     caption: str
     svg: str
-    png: bytes
+    png: bytes | None
 
 
-def pictures(record: Record, samples: Sequence[RawSample], limits: dict[str, float]) -> list[Picture]:
+def pictures(record: Record, samples: Sequence[RawSample], limits: dict[str, float], *, png: bool = False) -> list[Picture]:
     """Every figure that this record has data for. `limits`: p95 limits in milliseconds by metric (`e2e_ms`, ...)."""
-    made: list[Picture] = []
     with rc_context(_STYLE):
-        made.append(
-            _picture("slices", "What was measured: each box is one slice, its label the concurrency.", _slice_map(record))
-        )
-        for metric, title in (("e2e_ms", "End to end"), ("ttft_ms", "Time to first token"), ("tpot_ms", "Time per output token")):
-            figure = _latency(record, metric, title, limits.get(metric))
-            if figure is not None:
-                caption = f"{title} against concurrency. The band and whiskers reach to the confidence bound of each percentile."
-                made.append(_picture(f"latency-{metric.removesuffix('_ms')}", caption, figure))
-        made.append(
-            _picture("throughput", "Output tokens and requests a second; whiskers reach to the lower bound.", _throughput(record))
-        )
-        good = [sample for sample in samples if sample.status == "ok"]
-        if any(sample.ttft_ms is not None for sample in good):
-            caption = "Time to first token against input length; the line is the median of an eighth of the requests."
-            made.append(_picture("ttft-input", caption, _ttft_by_input(record, good)))
-        if good:
-            caption = "Share of requests that were answered within a time, for each concurrency."
-            made.append(_picture("distribution", caption, _distribution(record, good)))
-    return made
+        return [_picture(name, caption, figure, png=png) for name, caption, figure in _figures(record, samples, limits)]
 
 
-def _picture(name: str, caption: str, figure: Figure) -> Picture:
+def _figures(record: Record, samples: Sequence[RawSample], limits: dict[str, float]) -> Iterator[tuple[str, str, Figure]]:
+    yield "slices", "What was measured: each box is one slice, its label the concurrency.", _slice_map(record)
+    for metric, title in (("e2e_ms", "End to end"), ("ttft_ms", "Time to first token"), ("tpot_ms", "Time per output token")):
+        figure = _latency(record, metric, title, limits.get(metric))
+        if figure is not None:
+            caption = f"{title} against concurrency. The band and whiskers reach to the confidence bound of each percentile."
+            yield f"latency-{metric.removesuffix('_ms')}", caption, figure
+    yield "throughput", "Output tokens and requests a second; whiskers reach to the lower bound.", _throughput(record)
+    good = [sample for sample in samples if sample.status == "ok"]
+    if any(sample.ttft_ms is not None for sample in good):
+        caption = "Time to first token against input length; the line is the median of an eighth of the requests."
+        yield "ttft-input", caption, _ttft_by_input(record, good)
+    if good:
+        caption = "Share of requests that were answered within a time, for each concurrency."
+        yield "distribution", caption, _distribution(record, good)
+
+
+def _picture(name: str, caption: str, figure: Figure, *, png: bool) -> Picture:
     canvas = FigureCanvasAgg(figure)
-    svg, png = io.StringIO(), io.BytesIO()
+    svg, raster = io.StringIO(), io.BytesIO()
     with rc_context({"svg.hashsalt": name}):
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    canvas.print_figure(png, format="png", dpi=144, metadata={"Software": None})
+    if png:
+        canvas.print_figure(raster, format="png", dpi=144, metadata={"Software": None})
     text = svg.getvalue()
-    return Picture(name, caption, text[text.index("<svg") :], png.getvalue())
+    return Picture(name, caption, text[text.index("<svg") :], raster.getvalue() if png else None)
 
 
 def _panels(count: int, width: float = 9.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:

@@ -45,13 +45,13 @@ class Report:
     pictures: tuple[Picture, ...]
 
 
-def report(record: Record, samples: Sequence[RawSample], target: Target | None, now: dt.datetime) -> Report:
+def report(record: Record, samples: Sequence[RawSample], target: Target | None, now: dt.datetime, *, png: bool = False) -> Report:
     """The report of a record. `samples` may be empty; `target` None: limits are not drawn and service is not judged.
 
     The verdict is the one for a backend that still is what the record was measured on.
     """
     limits = _limits(target)
-    drawn = pictures(record, samples, limits)
+    drawn = pictures(record, samples, limits, png=png)
     verdict = evaluate(record, as_measured(record), target or Target(confidence=None), now)
     environment = Environment(autoescape=select_autoescape(default=True, default_for_string=True))
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(

@@ -36,14 +36,14 @@ def report(
     found = _record(record)
     raw, problem = _samples(found, record.parent)
     target = None if policy_file is None else _target(policy_file, model)
-    made = make_report(found, raw, target, dt.datetime.now(dt.UTC))
+    made = make_report(found, raw, target, dt.datetime.now(dt.UTC), png=png is not None)
     page = out or record.with_suffix(".html")
     try:
         page.write_text(made.html, encoding="utf-8")
         if png is not None:
             png.mkdir(parents=True, exist_ok=True)
             for picture in made.pictures:
-                (png / f"{picture.name}.png").write_bytes(picture.png)
+                (png / f"{picture.name}.png").write_bytes(picture.png or b"")
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}") from error
     if problem is not None:
