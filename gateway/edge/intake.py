@@ -113,7 +113,7 @@ class Intake:
         if tokens is None or not self._controller.settled(
             model.backends, parsed.task, parsed.features, output, parsed.sequences, low, tokens
         ):
-            tokens = await counter.count(parsed, due if job.caller_due is None else min(due, job.caller_due))
+            tokens = await self._count(job, parsed, counter, low, due)
         if output is None:
             output = self._default_output(parsed, model.backends, tokens)
             if not job.rules.observe:
@@ -124,6 +124,18 @@ class Intake:
             parsed.rules.name, model.backends, shape, tenant.name, tenant.weight, tenant.priority_class, tenant.priority,
             due, job.caller_due, affinity, tenant.limits,
         )  # fmt: skip
+
+    async def _count(self, job: Job, parsed: Parsed, counter: Counter, low: int, due: float) -> int:
+        """The exact count. Raises Refused; with `observe`, what cannot be counted is outside every slice, and let through."""
+        assert job.model is not None
+        if not self._controller.has_open(job.model.backends):
+            return low  # whatever its size, the gate decides; there may not even be a tokenizer yet
+        try:
+            return await counter.count(parsed, due if job.caller_due is None else min(due, job.caller_due))
+        except Refused as refused:
+            if not job.rules.observe or refused.refusal.axis is None:
+                raise
+            return UNCOUNTED
 
     def _default_output(self, parsed: Parsed, backends: tuple[str, ...], tokens: int) -> int:
         """The limit for a request that names none; 1 where no slice holds its input, so that the refusal says so."""
