@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import NamedTuple
 
@@ -13,12 +14,16 @@ _ERROR_START = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
 
 
 class Account(NamedTuple):
-    """Tokens are None where the answer does not say. `error`: the answer is an error object; `code` is what it gives."""
+    """Tokens are None where the answer does not say. `error`: the answer is an error object; `code` is what it gives.
+
+    `torn`: it is no JSON document, though whoever calls itself JSON must be one: what is missing cannot be known.
+    """
 
     input_tokens: int | None
     output_tokens: int | None
     error: bool
     code: int | str | None
+    torn: bool = False
 
 
 def read_account(body: bytes) -> Account:
@@ -27,8 +32,8 @@ def read_account(body: bytes) -> Account:
         return _searched(body)
     try:
         document = orjson.loads(body)
-    except orjson.JSONDecodeError:  # NaN, or not JSON at all: text, srt, vtt
-        return _searched(body)
+    except orjson.JSONDecodeError:  # NaN, or not JSON at all: text, srt, vtt, or half a document
+        return _searched(body)._replace(torn=not _lenient_json(body))
     if not isinstance(document, dict):
         return Account(None, None, False, None)
     error = document.get("error")
@@ -36,16 +41,26 @@ def read_account(body: bytes) -> Account:
     return Account(*_tokens(document.get("usage")), bool(error), code)
 
 
+def _lenient_json(body: bytes) -> bool:
+    """Whether it is JSON as vLLM may write it: NaN and infinities are numbers there."""
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _searched(body: bytes) -> Account:
     error = _ERROR_START.match(body) is not None
+    torn = body[-64:].rstrip()[-1:] not in (b"}", b"]")
     found = _USAGE.findall(body, max(0, len(body) - 4096))
     if not found:
-        return Account(None, None, error, None)
+        return Account(None, None, error, None, torn)
     try:
         usage = orjson.loads(found[-1])
     except orjson.JSONDecodeError:
         usage = None
-    return Account(*_tokens(usage), error, None)
+    return Account(*_tokens(usage), error, None, torn)
 
 
 def _tokens(usage: object) -> tuple[int | None, int | None]:
