@@ -1,18 +1,18 @@
 """A real vLLM as a test tool: start it with flags, wait for it, stop it, leave nothing behind.
 
 Owns: the process group of each server it starts, and its log file. Promises: `stop` returns only when every process of
-the group has ended; a server also ends when the test process dies. Talks to: the environment that
+the group has ended; a server also ends when the test process is killed (guard.py sees to it). Talks to: the environment that
 deploy/vllm-cpu/setup.sh builds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,9 +26,8 @@ CACHE = Path(os.environ.get("PLIMSOLL_CACHE", Path.home() / ".cache" / "plimsoll
 ENVIRONMENT = CACHE / "vllm-0.32.0"
 MODELS = CACHE / "models"
 API_KEY = "sk-live-upstream"
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 30
-_PR_SET_PDEATHSIG = 1
 
 
 class ServerFailed(RuntimeError):
@@ -47,10 +46,6 @@ def installed() -> bool:
     return (ENVIRONMENT / ".done").is_file()
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 @dataclass
 class VllmServer:
     """One vLLM server. `flags` are those of `vllm serve`; `environment` adds to the process environment."""
@@ -64,6 +59,7 @@ class VllmServer:
     api_key: str = API_KEY
     middleware: bool = True
     process: subprocess.Popen[bytes] | None = None
+    guard: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -120,8 +116,9 @@ class VllmServer:
                 stderr=subprocess.STDOUT,
                 cwd=self.log.parent,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
+        guard = [sys.executable, str(Path(__file__).with_name("guard.py")), str(self.process.pid)]
+        self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Return when /health answers 200. Raises ServerFailed when the process ends first or time runs out."""
@@ -152,6 +149,9 @@ class VllmServer:
             if time.monotonic() > deadline + STOP_TIMEOUT_S:
                 raise ServerFailed(f"processes of group {process.pid} outlived SIGKILL")
             time.sleep(0.05)
+        if self.guard is not None:
+            self.guard.communicate()
+            self.guard = None
 
     def restart(self, *flags: str, environment: dict[str, str] | None = None, model: Path | None = None) -> None:
         """Stop, take other flags (and environment, and model, where given), start on the same port, wait until ready."""
