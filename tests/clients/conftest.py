@@ -1,4 +1,4 @@
-"""One gateway before three simulators: `tiny` is measured, `bare` is not, `drifter` is measured and then changed."""
+"""One gateway before three simulators: `tiny` is measured, `bare` is not rightly, `drifter` is measured and then changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.clients.world import World
+from tests.clients.world import WAITING, World
 from tests.support.attested import AttestedGateway, Box, fetch_identity, record_from, simulator
 
 HERE = Path(__file__).parent
@@ -41,10 +41,12 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         }
         gateway = AttestedGateway(
             folder, urls,
-            [record_from(fetch_identity(urls[name]), BOXES) for name in ("tiny", "drifter")],
+            [
+                record_from(fetch_identity(urls[name]), BOXES, "unknown" if name == "bare" else "omitted") for name in flags
+            ],
             keys={f"sk-{tenant}": tenant for tenant in TENANTS}, wait_for=("tiny", "drifter"),
             tenants={"acme": {}, "other": {"class": "batch"}, **TENANTS},
-            timeouts=TIMEOUTS, queue={"max_requests": 4}, server={"max_body_bytes": 200_000},
+            timeouts=TIMEOUTS, queue={"max_requests": WAITING}, server={"max_body_bytes": 200_000},
             breaker={"min_requests": 1_000_000, "consecutive_failures": 1_000_000},
         )  # fmt: skip
         await stack.enter_async_context(gateway)

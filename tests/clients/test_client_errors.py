@@ -13,7 +13,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from tests.clients.conversations import EXACT, HELLO, async_openai
-from tests.clients.world import World
+from tests.clients.world import WAITING, World
 from tests.support.client import KEY, within
 
 Call = Callable[[openai.AsyncOpenAI], Any]
@@ -120,7 +120,7 @@ async def test_too_many_at_once_is_a_rate_limit_error_and_trying_again_helps(wor
 
 async def test_a_full_queue_is_a_503_and_a_second_try_is_the_last(world: World) -> None:
     await world.fault("freeze")
-    async with world.full(waiting=4), async_openai(world.url, KEY, max_retries=0) as client:
+    async with world.full(waiting=WAITING), async_openai(world.url, KEY, max_retries=0) as client:
         for again, hint in ((0, "true"), (1, "false")):
             with pytest.raises(openai.InternalServerError) as caught:
                 await chat(extra_headers={"x-stainless-retry-count": str(again)})(client)

@@ -13,7 +13,7 @@ from tests.clients.conversations import EXACT, HELLO, async_openai
 from tests.support.attested import AttestedGateway
 from tests.support.client import KEY, within
 
-SLOTS = 8
+SLOTS, WAITING = 8, 17  # what the record and the queue hold
 
 
 class World:

@@ -37,8 +37,11 @@ class Box:
     features: tuple[str, ...] = ()
 
 
-def record_from(identity: Mapping[str, Any], boxes: Iterable[Box]) -> bytes:
-    """The canonical bytes of a record for the server that tells `identity` (the payload of GET /plimsoll/identity)."""
+def record_from(identity: Mapping[str, Any], boxes: Iterable[Box], warmup: str = "omitted") -> bytes:
+    """The canonical bytes of a record for the server that tells `identity` (the payload of GET /plimsoll/identity).
+
+    With `warmup` "unknown" it opens no gate.
+    """
     slices = []
     raw: dict[str, Any] = {}
     for box in boxes:
@@ -48,7 +51,7 @@ def record_from(identity: Mapping[str, Any], boxes: Iterable[Box]) -> bytes:
         levels = {level["concurrency"]: level for level in raw["slices"][0]["levels"]}
         slices.append(raw["slices"][0] | kind | {"levels": list(levels.values())})
     raw["slices"], raw["valid_until"] = slices, None
-    raw["protocol"] |= {"warmup_state": "omitted", "warmup_requests": None, "kv_cache_tokens": None}
+    raw["protocol"] |= {"warmup_state": warmup, "warmup_requests": None, "kv_cache_tokens": None}
     return dump(validate(raw))
 
 
