@@ -222,7 +222,7 @@ class Dispatch:
         if scanner is not None:
             assert job.incoming.route is not None
             event = responses.error_event(refusal, job.incoming.route.dialect, scanner.events)
-            event = b"\n\n" + event if scanner.mid_event else event
+            event = b"\n\n" + event if relay.mid_event else event
             job.client.write(b"%x\r\n%b\r\n" % (len(event), event) if relay.chunked else event)
         self._finished(job, keep_alive=False)
 

@@ -21,7 +21,8 @@ from gateway.forward.upstream import Connection, FailureKind, Headers, UpstreamF
 COALESCE_S = 0.001  # reads closer than this are gathered for as long; streams at a model's pace never are
 MAX_HELD_BYTES = 33_554_432
 LAST_CHUNK = b"0\r\n\r\n"
-_DONE = b"data: [DONE]"
+_DONE = b"[DONE]"
+_EVENT_ENDS = (b"\n\n", b"\r\r", b"\r\n\r\n")
 _UNFINISHED = UpstreamFailure(FailureKind.TRUNCATED, False, "the stream ended without a finish reason")
 _TOO_LONG = UpstreamFailure(FailureKind.MALFORMED, False, f"the answer is larger than {MAX_HELD_BYTES} bytes")
 
@@ -60,7 +61,7 @@ class Relay:
     """
 
     __slots__ = (
-        "_connection", "_full", "_head_lines", "_loop", "_on_first", "_on_gap", "_read_at", "_size", "_timer", "begun",
+        "_connection", "_full", "_head_lines", "_last", "_loop", "_on_first", "_on_gap", "_read_at", "_size", "_timer", "begun",
         "bytes_out", "chunked", "client", "done", "first_at", "headers", "held", "last_at", "scanner", "status", "stream",
     )  # fmt: skip
 
@@ -93,6 +94,7 @@ class Relay:
         self._on_first = on_first
         self._on_gap = on_gap
         self._size = 0
+        self._last = b""
         self._full = False
         self._read_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +115,11 @@ class Relay:
         """Nobody waits for the end any more."""
         self._drop()
         self.done.cancel()
+
+    @property
+    def mid_event(self) -> bool:
+        """Whether what the client has may end inside an event, so that another cannot be appended as it is."""
+        return self._last != b"" and not self._last.endswith(_EVENT_ENDS)
 
     @property
     def claims_json(self) -> bool:
@@ -208,6 +215,7 @@ class Relay:
 
     def _pass(self, data: bytes) -> None:
         self.bytes_out += len(data)
+        self._last = data
         if self.chunked and data:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if not self.begun:
@@ -229,7 +237,7 @@ class Relay:
 
     def _false_end(self, data: bytes) -> None:
         """`[DONE]` without a finish reason: what comes before it is passed on, the claim is not."""
-        at = data.rfind(_DONE)
+        at = data.rfind(b"data", 0, max(0, data.rfind(_DONE)))
         if at > 0:
             self._pass(data[:at])
         self._drop()

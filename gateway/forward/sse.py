@@ -63,11 +63,6 @@ class Scanner:
             return False
         return len(self._finished) >= self.choices if self.dialect == "openai" else self.done
 
-    @property
-    def mid_event(self) -> bool:
-        """Whether the last byte seen lies inside an event, so that another event cannot be appended as it is."""
-        return bool(self._pending)
-
     def feed(self, data: bytes) -> None:
         """The next bytes of the stream, cut anywhere."""
         if b"\r" in data or self._carriage:

@@ -38,11 +38,11 @@ def scan(*segments: bytes, dialect="openai", choices=1) -> Scanner:
 
 
 def facts(scanner: Scanner) -> tuple:
-    names = ("events", "content_events", "input_tokens", "output_tokens", "error", "done", "whole", "mid_event")
+    names = ("events", "content_events", "input_tokens", "output_tokens", "error", "done", "whole")
     return tuple(getattr(scanner, name) for name in names)
 
 
-WHOLE = (6, 3, 7, 3, False, True, True, False)
+WHOLE = (6, 3, 7, 3, False, True, True)
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
@@ -114,7 +114,6 @@ def test_a_token_named_error_among_logprobs():
 def test_end_inside_an_event_is_known():
     scanner = Scanner("openai")
     scanner.feed(event(delta("a")) + b'data: {"choi')
-    assert scanner.mid_event
     scanner.close()
     assert not scanner.whole
 
