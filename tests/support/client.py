@@ -31,6 +31,10 @@ class Stream:
         """Everything until the connection is closed."""
         return await self.client.closed(timeout)
 
+    async def finish(self, timeout: float = 10) -> tuple[bytes, bool]:
+        """The rest of a chunked body, decoded, until its last chunk or the cut; and whether the last chunk was there."""
+        return await asyncio.wait_for(self.client._chunks(), timeout)
+
     def leave(self, how: str = "fin") -> None:
         """Go: by FIN, or by RST."""
         if how == "rst":

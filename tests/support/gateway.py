@@ -73,6 +73,8 @@ def record_of(name: str, backend: Backend) -> tuple[str, bytes]:
     raw["valid_until"] = None
     box = raw["slices"][0]
     box |= {"features": sorted(backend.features), "task": backend.task}
+    if backend.task == "pool":
+        box["output_tokens"] = {"min": 0, "max": 0}
     if backend.concurrency == 1:
         del box["levels"][0]  # the lab's half level would be the full one again
     record = validate(raw)
@@ -277,7 +279,7 @@ class GatewayProcess:
         """Requests that wait."""
         return await self.value("plimsoll_queue_requests")
 
-    async def settled(self, timeout: float = 2) -> None:
+    async def settled(self, timeout: float = 5) -> None:
         """Wait until nothing is in flight and nothing waits; fails when that does not happen in time."""
 
         async def empty() -> bool:
