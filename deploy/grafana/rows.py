@@ -93,11 +93,11 @@ CAN_IT_ADMIT = Row(
         ),
         Panel(
             "Served in the last minutes",
-            "The share of requests whose answer arrived whole.",
+            "The share of requests for a model whose answer arrived whole; probes and scrapes are not counted.",
             (
                 Query(
-                    f'sum(rate(plimsoll_requests_total{{{M},outcome="served"}}[5m])) / '
-                    f"sum(rate(plimsoll_requests_total{{{M}}}[5m]))"
+                    f'sum(rate(plimsoll_requests_total{{{M},model!="other",outcome="served"}}[5m])) / '
+                    f'sum(rate(plimsoll_requests_total{{{M},model!="other"}}[5m]))'
                 ),
             ),
             kind="stat",

@@ -37,6 +37,11 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def listening(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 def until(seconds: float, ready: Callable[[], Any], what: Callable[[], str]) -> Any:
     """Ask until the answer is true; a connection that is refused is a no. Fails saying `what` after `seconds`."""
     deadline = time.monotonic() + seconds
@@ -45,7 +50,7 @@ def until(seconds: float, ready: Callable[[], Any], what: Callable[[], str]) -> 
             if found := ready():
                 return found
         assert time.monotonic() < deadline, f"not within {seconds} s: {what()}"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -139,8 +144,17 @@ class Stand:
         return (self.folder / f"{name}.log").read_text("utf-8", "replace")[-4000:]
 
     def fault(self, **fault: Any) -> None:
-        """Set a fault of the simulator."""
-        httpx.post(f"{self.backend}/sim/fault", json=fault, headers=self.headers("vllm")).raise_for_status()
+        """Set a fault of the simulator, as soon as it can be reached."""
+
+        def told() -> bool:
+            return httpx.post(f"{self.backend}/sim/fault", json=fault, headers=self.headers("vllm")).is_success
+
+        until(10, told, lambda: f"the simulator does not take {fault}")
+
+    def refuse(self, seconds: float) -> None:
+        """Let the simulator refuse connections for so long; returns when it does."""
+        self.fault(kind="refuse", seconds=seconds)
+        until(5, lambda: not listening(self.backend_port), lambda: "the simulator still listens")
 
     def chat(self, client: httpx.Client, words: int = 5, **fields: Any) -> int:
         """One chat as a client sends it; its status, 0 when the answer broke."""

@@ -14,7 +14,6 @@ import pytest
 
 from tests.deploy.stand import Prometheus, Stand, alerts, dashboard, dashboard_queries, until
 
-
 IDLE_S = 3.0  # a connection that was idle for longer is not used again
 
 
@@ -59,7 +58,7 @@ class Traffic:
         stand.chat(client, max_tokens=999)
         one_that_leaves(stand, client)
         self._done.wait(IDLE_S + 0.1)  # a new connection is needed from here on, and refused
-        stand.fault(kind="refuse", seconds=0.5)
+        stand.refuse(seconds=1)
         stand.chat(client)
         self._done.wait(1.5)  # the breaker lets one through again
         stand.fault(kind="reset", after=2, times=3)
