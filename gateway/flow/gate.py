@@ -131,7 +131,7 @@ def _judge(
             judgements.append(Judgement(model, name, evaluate(record, seen.identity, view.target, now), len(slices), problem))
             boxes.update(_box(each) for each in slices)
         common = boxes if common is None else common & boxes
-    return tuple(judgements), tuple(sorted(common or ()))
+    return tuple(judgements), tuple(common or ())
 
 
 def _signature_problem(record: Record, store: StoreReport, name: str, view: View) -> str | None:
