@@ -37,6 +37,10 @@ from gateway.observe.metrics import Metrics
 TICK_S = 0.05
 _SWEEP_EVERY = 5  # ticks between two looks at idle connections
 _DRAINING = Refusal(Reason.DRAINING, "The gateway is shutting down.", retry_after_s=1.0)
+# A held answer that the backend broke is not charged to the caller, who saw nothing of it. One that the caller left is.
+_NOTHING_FOR_THE_CALLER = frozenset({
+    Reason.UPSTREAM_RESET, Reason.UPSTREAM_ERROR, Reason.STALL_TIMEOUT, Reason.DRAINING, Reason.INTERNAL_ERROR,
+})  # fmt: skip
 _NOBODY = TenantPath("", 1.0, "", 0, None, lambda _: None, "")
 
 
@@ -126,6 +130,7 @@ class DataPath:
     def _again(self, job: Job, grant: Grant, demand: Demand, failure: UpstreamFailure | ConnectFailed) -> Demand:
         """The demand for the second try, on another backend if there is one. Raises Refused when there is no second try."""
         now = time.monotonic()
+        job.dispatched = False  # the backend cannot have had it
         self._settle(job, now)
         if isinstance(failure, ConnectFailed) and not failure.may_retry:
             raise unreachable(failure)
@@ -207,6 +212,8 @@ class DataPath:
             shape = grant.shape
             exchange.input_tokens = shape.sequences * shape.input_tokens if relay.first_at is not None else 0
             exchange.output_tokens = relay.scanner.content_events
+        elif exchange.input_tokens is None and exchange.reason in _NOTHING_FOR_THE_CALLER:
+            exchange.input_tokens = exchange.output_tokens = 0
         grant.settle(now, exchange.input_tokens, exchange.output_tokens)
 
     def _account(self, exchange: Exchange, now: float) -> None:

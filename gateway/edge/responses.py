@@ -185,7 +185,7 @@ def error_event(refusal: Refusal, dialect: Dialect, sequence: int) -> bytes:
 
 
 def _sentence(refusal: Refusal) -> str:
-    return f"{refusal.message} What would fit: {refusal.fits}" if refusal.fits else refusal.message
+    return f"{refusal.message.rstrip('.')}. What would fit: {refusal.fits}" if refusal.fits else refusal.message
 
 
 class Cors:
