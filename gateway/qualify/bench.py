@@ -8,6 +8,7 @@ Talks to: `session`, `load`, `sizes`, `prompts`, `counters`.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -56,11 +57,12 @@ class _Part:
 class Bench:
     """Measures levels of one plan on one session."""
 
-    def __init__(self, session: Session, plan: Plan, progress: Progress) -> None:
+    def __init__(self, session: Session, plan: Plan, progress: Progress, *, overhead: int = 0) -> None:
         self._session, self._plan, self._progress = session, plan, progress
         self.began = clock()
+        self._nonce = secrets.token_hex(8)
         self._sent = 0
-        self._overhead = 0
+        self.overhead = overhead  # tokens that the chat template adds, known after warm-up
         self._load = Load(
             session.upstream, plan.timeouts, began=self.began, stopped=lambda: session.guard.changed,
             on_sample=lambda _: progress.advance(),
@@ -71,7 +73,7 @@ class Bench:
         warmup = self._plan.warmup
         await self._session.check()
         if self._plan.route == "chat":
-            self._overhead = await self._template_tokens()
+            self.overhead = await self._template_tokens()
         if warmup is None:
             return 0
         self._progress.stage("warm-up", None)
@@ -157,9 +159,9 @@ class Bench:
         yield from sizes.waves(cell, key.concurrency, seed)
 
     def _prompts(self, cell: Cell, seed: int) -> Prompts:
-        # Sizes repeat with the plan's seed; the tokens must not, or a second run would find its prompts in the prefix cache.
-        source = f"{self._session.instance}/{seed}"
-        return Prompts(self._plan.route, self._session.model, cell, self._session.vocabulary, source, self._overhead)
+        # Sizes repeat with the plan's seed; the tokens must not, or a second measurement would find its prompts in the cache.
+        source = f"{self._nonce}/{seed}"
+        return Prompts(self._plan.route, self._session.model, cell, self._session.vocabulary, source, self.overhead)
 
     def _job(self, prompts: Prompts, size: Size, place: Place) -> Job:
         identifier = f"{self._session.instance}-{place.index}".encode("ascii")

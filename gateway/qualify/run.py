@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -76,7 +76,7 @@ async def qualify(request: Request, progress: Progress) -> QualifyResult:
         plan, bench = request.plan, Bench(session, request.plan, progress)
         warmed = await bench.warm_up()
         if request.search is not None:
-            plan, bench, measured = await _searched(session, request, bench, progress)
+            plan, measured = await _searched(session, request, bench, progress)
         else:
             measured = await bench.measure(keys_of(plan))
         await session.check()
@@ -163,7 +163,7 @@ def _arrival(plan: Plan, index: int) -> Any:
 
 async def _searched(
     session: Session, request: Request, bench: Bench, progress: Progress
-) -> tuple[Plan, Bench, dict[LevelKey, Measured]]:
+) -> tuple[Plan, dict[LevelKey, Measured]]:
     """Find the level, then measure it afresh; what the search saw is dropped. Raises `QualifyError` when none will do."""
     limits, plan, cell = request.search, request.plan, request.plan.cells[0]
     assert limits is not None
@@ -171,11 +171,11 @@ async def _searched(
     async def measure(concurrency: int) -> Measured:
         one = plan.model_copy(update={"cells": (cell.model_copy(update={"concurrency": (concurrency,)}),)})
         key = LevelKey(0, concurrency)
-        return (await Bench(session, one, progress).measure([key]))[key]
+        return (await Bench(session, one, progress, overhead=bench.overhead).measure([key]))[key]
 
     level, fresh = await find(measure, limits, request.most, plan.confidence, progress.note)
     kept = plan.model_copy(update={"cells": (cell.model_copy(update={"concurrency": (level,)}),)})
-    return kept, bench, {LevelKey(0, level): fresh}
+    return kept, {LevelKey(0, level): fresh}
 
 
 def _write(request: Request, record: Record, measured: dict[LevelKey, Measured]) -> QualifyResult:
@@ -188,7 +188,9 @@ def _write(request: Request, record: Record, measured: dict[LevelKey, Measured])
     if old is not None:
         record = supersede(record, old)
     identity = store.put(record)
-    return QualifyResult(record, identity, request.out / f"{identity}.json", request.out / name, _notes(record, measured, old))
+    return QualifyResult(
+        record, identity, request.out / f"{identity}.json", request.out / name, _notes(request.plan, record, measured, old)
+    )
 
 
 def _predecessor(store: RecordStore, record: Record) -> Record | None:
@@ -210,8 +212,9 @@ def _model(record: Record) -> object:
     return model.get("id") if isinstance(model, dict) else record.identity.model_revision
 
 
-def _notes(record: Record, measured: dict[LevelKey, Measured], old: Record | None) -> tuple[str, ...]:
+def _notes(plan: Plan, record: Record, measured: dict[LevelKey, Measured], old: Record | None) -> tuple[str, ...]:
     notes = [f"cell {key.cell + 1}, {key.concurrency} at once: void, {each.void}" for key, each in measured.items() if each.void]
+    notes += list(_cut_short(plan, measured))
     for each in record.slices:
         for level in each.levels:
             if level.oversaturated:
@@ -223,6 +226,16 @@ def _notes(record: Record, measured: dict[LevelKey, Measured], old: Record | Non
     if old is not None:
         notes.append(f"supersedes {record_id(old)[:16]}, which was measured on another configuration")
     return tuple(notes)
+
+
+def _cut_short(plan: Plan, measured: dict[LevelKey, Measured]) -> Iterator[str]:
+    """Levels that the plan's time ended before all was sent."""
+    for key, each in measured.items():
+        cell = plan.cells[key.cell]
+        wanted = cell.per_repeat(key.concurrency, plan.repeats) * plan.repeats
+        if len(each.samples) < wanted:
+            text = f"{len(each.samples)} of {wanted} requests were sent within max_seconds ({cell.max_seconds:g})"
+            yield f"cell {key.cell + 1}, {key.concurrency} at once: {text}"
 
 
 def _first_failure(measured: dict[LevelKey, Measured]) -> str:

@@ -1,6 +1,7 @@
 """A whole qualification against the simulator: the record it writes, and when it writes none."""
 
 import asyncio
+import dataclasses
 import datetime as dt
 import json
 import os
@@ -22,6 +23,7 @@ from gateway.qualify import samples
 from gateway.qualify.boundary import describe
 from gateway.qualify.plan import Plan
 from gateway.qualify.run import QualifyResult, Request, qualify
+from gateway.qualify.search import Limits
 from gateway.qualify.session import Guard, IdentityChanged, QualifyError
 from gateway.simulator.server import SimulatorServer
 from tests.qualify.support import FAST, Quiet, plan
@@ -175,6 +177,16 @@ async def test_other_routes_are_measured_as_they_are(tmp_path: Path, route: str)
     assert one.input_tokens.max <= 80
     assert one.input_tokens.max >= 70
     assert all(level.errors == 0 and level.e2e_ms.p95 is not None for level in one.levels)
+
+
+async def test_a_search_records_the_level_it_found_and_only_that(tmp_path: Path) -> None:
+    """The server turns away what is more than four at once, so that five is a miss whatever the clock says."""
+    cell = {"concurrency": [1], "requests": 90, "batches": 45}
+    async with SimulatorServer(dataclasses.replace(FAST, max_num_queued_reqs=4)) as sim:
+        result = await measure(sim, tmp_path, plan(cell=cell), search=Limits(e2e_ms=60_000), most=16)
+    levels = result.record.slices[0].levels
+    assert [(level.concurrency, level.errors) for level in levels] == [(4, 0)]
+    assert {each.concurrency for each in samples.read(result.samples)} == {4}
 
 
 async def test_an_open_loop_is_recorded_as_one(tmp_path: Path) -> None:
