@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.live import harness
 from tests.live.harness import VllmServer
+from tests.live.qualified import Qualified, gateway_before, qualify
+from tests.support.attested import AttestedGateway
 
 LIVE = Path(__file__).parent
 TEST_TIMEOUT_S = 600
@@ -55,3 +58,16 @@ def vllm_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 def vllm_server(vllm_factory: Start) -> VllmServer:
     """The shared server: 2048 tokens, 16 sequences, 1 GiB of cache, eager, the tool parser on."""
     return vllm_factory("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+@pytest.fixture(scope="session")
+def qualified(vllm_server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Qualified:
+    """The record of the shared server, measured once."""
+    return qualify(vllm_server, tmp_path_factory.mktemp("qualified"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def live_gateway(vllm_server: VllmServer, qualified: Qualified) -> AsyncIterator[AttestedGateway]:
+    """One gateway before the shared server for the whole session, open on that record."""
+    async with gateway_before(vllm_server, qualified.folder / "gateway", qualified.raw) as gateway:
+        yield gateway

@@ -185,9 +185,35 @@ class VllmServer:
             raise KeyError(name)
         return sum(values)
 
+    def freeze(self) -> list[int]:
+        """Stop the engine's processes with SIGSTOP; the API server lives on. Their pids, for `thaw`."""
+        names = {pid: _command_line(pid) for pid in _members(self.pid) if pid != self.pid}
+        engine = [pid for pid, name in names.items() if "EngineCore" in name or "Worker" in name]
+        assert engine, f"no engine among {names}"
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        return engine
+
+    @staticmethod
+    def thaw(pids: list[int]) -> None:
+        """Let stopped processes run on."""
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
     def tail(self, lines: int = 60) -> str:
         """The end of the log."""
         return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-lines:])
+
+
+def _members(group: int) -> list[int]:
+    """Pids of the processes of a group."""
+    return [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if _state_in(group)(stat)]
+
+
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    return ""
 
 
 def _signal_group(group: int, number: int) -> None:
