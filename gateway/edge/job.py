@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from gateway.observe.exchange import Exchange
 
 _PATIENCE = (b"x-request-timeout", b"x-stainless-timeout", b"x-stainless-read-timeout")
+_RETRIES = b"x-stainless-retry-count"
+_ASKED = frozenset({*_PATIENCE, _RETRIES})
 _WATCH_AFTER_S = 1.0  # of silence: from then on the engine's progress is sampled
 
 
@@ -50,10 +52,12 @@ class Job:
         self.answered = False
         self.progress: int | None = None  # the engine's counter of iterations when it last moved
         self.progress_at = 0.0
-        self.retries = retries_of(incoming.fields)
-        fields = incoming.fields
-        patience = deadlines.patience((fields.get(_PATIENCE[0]), fields.get(_PATIENCE[1]), fields.get(_PATIENCE[2])))
-        self.caller_due = deadlines.caller_deadline(incoming.received_at, patience)
+        self.retries = 0
+        self.caller_due: float | None = None
+        if not _ASKED.isdisjoint(incoming.fields):
+            self.retries = retries_of(incoming.fields)
+            patience = deadlines.patience([incoming.fields.get(name) for name in _PATIENCE])
+            self.caller_due = deadlines.caller_deadline(incoming.received_at, patience)
 
     def overdue(self, now: float, progress: Callable[[str], int | None]) -> Reason | None:
         """The reason to end a dispatched request now; None to go on. `progress(backend)`: iterations of its engine."""
@@ -92,5 +96,5 @@ class Job:
 
 def retries_of(fields: dict[bytes, bytes]) -> int:
     """How often the caller's client has sent this before, by its own count; 0 when it does not say."""
-    value = fields.get(b"x-stainless-retry-count")
+    value = fields.get(_RETRIES)
     return int(value) if value is not None and len(value) < 4 and value.isdigit() else 0

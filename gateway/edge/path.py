@@ -35,6 +35,7 @@ from gateway.observe.exchange import Exchange
 from gateway.observe.metrics import Metrics
 
 TICK_S = 0.05
+_BATCH = 64
 _SWEEP_EVERY = 5  # ticks between two looks at idle connections
 _DRAINING = Refusal(Reason.DRAINING, "The gateway is shutting down.", retry_after_s=1.0)
 # A held answer that the backend broke is not charged to the caller, who saw nothing of it. One that the caller left is.
@@ -83,6 +84,7 @@ class DataPath:
         self._prefix = secrets.token_hex(6)
         self._dispatch = Dispatch(backends, metrics, self._attempt_id)
         self._ticks = 0
+        self._ended: list[Exchange] = []  # not yet in metrics and journal, for a tick at most
         self._quiet = asyncio.Event()  # draining, and nothing runs any more
 
     # The request path
@@ -132,6 +134,8 @@ class DataPath:
         now = time.monotonic()
         job.dispatched = False  # the backend cannot have had it
         self._settle(job, now)
+        job.exchange.input_tokens = job.exchange.output_tokens = None
+        job.exchange.usage_estimated = False
         if isinstance(failure, ConnectFailed) and not failure.may_retry:
             raise unreachable(failure)
         if not self._retries.take(now):
@@ -192,8 +196,8 @@ class DataPath:
                 job.relay.abandon()
             self._dispatch.fail(job, Refusal(Reason.INTERNAL_ERROR, "Something went wrong inside the gateway."))
         self._settle(job, now)
-        self._account(job.exchange, now)
         self.jobs.discard(job)
+        self._account(job.exchange, now)
         if self.draining and not self.jobs:
             self._quiet.set()
 
@@ -217,9 +221,18 @@ class DataPath:
         grant.settle(now, exchange.input_tokens, exchange.output_tokens)
 
     def _account(self, exchange: Exchange, now: float) -> None:
+        """Count it and write it down: at once while there is little to do, else together with others, which costs half."""
         exchange.ended_at = now
-        self._metrics.finish(exchange)
-        self._journal.write(exchange)
+        self._ended.append(exchange)
+        if not self.jobs or len(self._ended) >= _BATCH:
+            self.settle_accounts()
+
+    def settle_accounts(self) -> None:
+        """Bring metrics and journal up to date with every request that has ended."""
+        ended, self._ended = self._ended, []
+        for exchange in ended:
+            self._metrics.finish(exchange)
+            self._journal.write(exchange)
 
     def _attempt_id(self) -> bytes:
         """An id that no other request to any backend bears."""
@@ -283,6 +296,8 @@ class DataPath:
 
     def tick(self, now: float) -> None:
         """Look at every clock once."""
+        if self._ended:
+            self.settle_accounts()
         self._controller.sweep(now)
         progress = self._backends.progress
         for job in list(self.jobs):
