@@ -10,10 +10,9 @@ import datetime as dt
 from collections.abc import Iterable, Mapping
 
 from gateway.errors import PlimsollError
-from gateway.evidence.identity import ObservedIdentity, identity_of
 from gateway.evidence.record import Record
 from gateway.evidence.target import Target
-from gateway.evidence.verdict import envelope_slices
+from gateway.evidence.verdict import as_measured, envelope_slices
 from gateway.flow.envelope import Box
 from gateway.policy import Model, Policy
 
@@ -64,15 +63,7 @@ def _largest_bound(model: Model, records: Iterable[Record]) -> float | None:
     """The largest upper bound, in seconds, of the slices that would open a gate if their server were there."""
     target, found = Target.from_policy(model.target), []
     for record in records:
-        for each in envelope_slices(record, _as_measured(record), target, dt.datetime.now(dt.UTC)):
+        for each in envelope_slices(record, as_measured(record), target, dt.datetime.now(dt.UTC)):
             if each.e2e_p95_ms is not None:
                 found.append(float(each.e2e_p95_ms) / 1000)
     return max(found, default=None)
-
-
-def _as_measured(record: Record) -> ObservedIdentity:
-    """The server that the record was measured on, as if it were seen now."""
-    kv = record.protocol.kv_cache_tokens
-    source = record.protocol.identity_source or "attested"
-    identity = identity_of(record.configuration, record.identity.server_configuration_hash)
-    return ObservedIdentity(source=source, identity=identity, document=record.configuration, kv_cache_tokens=kv)

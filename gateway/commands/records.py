@@ -18,13 +18,14 @@ from gateway.evidence.identity import diff, triggers_of
 from gateway.evidence.record import Record, record_id
 from gateway.evidence.record import as_json as record_json
 from gateway.evidence.store import RecordStore
-from gateway.qualify import report_command
+from gateway.qualify import import_command, report_command
 
 app = typer.Typer(help="Evidence records: write-once files named by their digest.", no_args_is_help=True)
 Store = Annotated[Path, typer.Option("--store", help="The directory of records.")]
 File = Annotated[Path, typer.Argument(help="A record's file, or the start of its id in the store.")]
 STORE = Path("records")
 app.command("report")(report_command.report)
+app.command("import")(import_command.import_results)
 
 
 def find(name: Path, store: Path) -> tuple[Path, Record]:

@@ -28,7 +28,7 @@ from dataclasses import replace
 from decimal import Decimal
 from enum import StrEnum
 
-from gateway.evidence.identity import IDENTITY_FIELDS, FieldChange, ObservedIdentity, diff, triggers_of
+from gateway.evidence.identity import IDENTITY_FIELDS, FieldChange, Identity, ObservedIdentity, diff, triggers_of
 from gateway.evidence.judge import Finding, Judged, judge, upper_ms
 from gateway.evidence.record import Record, Slice, Trigger, instant, record_id
 from gateway.evidence.states import (
@@ -94,6 +94,17 @@ def evaluate(record: Record, observed: ObservedIdentity | None, target: Target, 
         details = (*details, "the record does not say what the API key covers and which outer boundary is expected")
     triggers = _triggers(changes, states)
     return Verdict(*states, boundary, retest, decision, reason, details, changes, triggers)
+
+
+def as_measured(record: Record) -> ObservedIdentity:
+    """A backend that is exactly what the record was measured on, for questions about the record alone."""
+    known = record.identity
+    return ObservedIdentity(
+        source="declared" if record.protocol.identity_source == "declared" else "attested",
+        identity=Identity(known.model_revision, known.vllm_version, known.server_configuration_hash, known.hardware_profile),
+        document=record.configuration,
+        kv_cache_tokens=record.protocol.kv_cache_tokens,
+    )
 
 
 def envelope_slices(

@@ -17,11 +17,10 @@ import numpy as np
 from jinja2 import Environment, select_autoescape
 from markupsafe import Markup
 
-from gateway.evidence.identity import Identity, ObservedIdentity
 from gateway.evidence.record import Level, Range, Record, Slice, record_id
 from gateway.evidence.states import Verdict
 from gateway.evidence.target import Target
-from gateway.evidence.verdict import evaluate
+from gateway.evidence.verdict import as_measured, evaluate
 from gateway.qualify.plots import Picture, pictures
 from gateway.qualify.samples import RawSample
 
@@ -74,19 +73,6 @@ def report(record: Record, samples: Sequence[RawSample], target: Target | None, 
         samples=len(samples),
     )  # fmt: skip
     return Report(html, tuple(drawn))
-
-
-def as_measured(record: Record) -> ObservedIdentity:
-    """A backend that is exactly what the record was measured on."""
-    identity = record.identity
-    return ObservedIdentity(
-        source="declared" if record.protocol.identity_source == "declared" else "attested",
-        identity=Identity(
-            identity.model_revision, identity.vllm_version, identity.server_configuration_hash, identity.hardware_profile
-        ),
-        document=record.configuration,
-        kv_cache_tokens=record.protocol.kv_cache_tokens,
-    )
 
 
 def uncovered(record: Record) -> list[str]:
