@@ -30,7 +30,7 @@ from gateway.flow.demand import Closed, Open
 from gateway.flow.envelope import Box
 from gateway.flow.gate import GateDecision, View, decide
 from gateway.forward.upstream import Upstream
-from gateway.forward.watch import Watch
+from gateway.forward.watch import POLL_S, Watch
 from gateway.observe.demand import Change
 from gateway.observe.metrics import Metrics
 from gateway.observe.retest import Ledger
@@ -41,6 +41,7 @@ log = logging.getLogger("plimsoll.fleet")
 REVIEW_S = 5.0  # records expire without anything else happening
 RESTART_S = 1.0
 PROBE_S = 10.0
+_POLLS_A_STALL = 4  # looks at an engine's progress before its silence is called a stall
 
 
 class Berth:
@@ -120,6 +121,7 @@ class Fleet:
                     self._retire(name)
                 berth = self.berths[name] = Berth(self._watch(name, config, policy))
                 berth.task = self._keep(berth.watch.run, f"watching backend {name}")
+            berth.watch.poll_s = min(POLL_S, policy.timeouts.stall_s / _POLLS_A_STALL)
             berth.views = {
                 model: View(Target.from_policy(m.target), m.target.require_signature, m.token_budget)
                 for model, m in policy.models.items()

@@ -157,6 +157,7 @@ class Dispatch:
         """A stream that ended as HTTP demands, and said so itself, or told its error."""
         scanner, exchange = relay.scanner, job.exchange
         exchange.response_bytes = relay.bytes_out
+        exchange.events = scanner.events if scanner is not None else 0
         error = scanner is not None and scanner.error
         if scanner is not None:
             self._note(job, Account(scanner.input_tokens, scanner.output_tokens, error, scanner.error_code))

@@ -18,12 +18,13 @@ Dialect = Literal["openai", "anthropic", "responses"]
 MAX_PENDING = 65_536  # of an unfinished event; of a longer one only its two ends are kept
 _KEPT_HEAD, _KEPT_TAIL = 256, 16_384
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_ERROR_EVENT = re.compile(rb"^event: ?error$", re.MULTILINE)
 _BOM = b"\xef\xbb\xbf"
 # What makes a read worth a closer look, by dialect; content that happens to hold such text only costs the look.
 _NEEDLES: dict[Dialect, tuple[bytes, ...]] = {
-    "openai": (b"[DONE]", b'"error"'),
-    "anthropic": (b"message_stop", b'"error"'),
-    "responses": (b'"response.completed"', b'"response.incomplete"', b'"response.failed"', b'"error"'),
+    "openai": (b"[DONE]", b"error"),
+    "anthropic": (b"message_stop", b"error"),
+    "responses": (b'"response.completed"', b'"response.incomplete"', b'"response.failed"', b"error"),
 }
 _DELTA_CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
 
@@ -112,6 +113,7 @@ class Scanner:
                 continue
             lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
             if lines:
+                self.error = self.error or _ERROR_EVENT.search(event) is not None
                 self._event(b"\n".join(lines))
 
     def _remarkable(self, block: bytes) -> bool:

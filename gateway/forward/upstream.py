@@ -166,6 +166,12 @@ class Upstream:
         for connection in list(self.connections):
             connection.abort()
 
+    def retire(self) -> None:
+        """Nothing more is sent here: idle connections close now, those in use when their answers have ended."""
+        self.forget_idle()
+        for connection in self.connections:
+            connection.reusable = False
+
     def forget_idle(self) -> None:
         """Close the idle connections: what they were attested with no longer counts."""
         while self._idle:

@@ -57,7 +57,8 @@ class Observation:
 class Watch:
     """Polls one backend. `expected_hash` is set by whoever opens the gate; nothing else may be dispatched to.
 
-    `busy()` says whether anything of ours is in flight (the engine's progress is polled only then).
+    `busy()` says whether anything of ours is in flight (the engine's progress is polled only then). `poll_s` lies between two
+    polls; it may be changed, and is well below the time after which a silent engine is called stalled, or a working one would be.
     `on_change(name)` is called on the event loop whenever `observation` has changed.
     """
 
@@ -75,6 +76,7 @@ class Watch:
     ) -> None:
         self.name = name
         self.config = config
+        self.poll_s = POLL_S
         self.expected_hash: str | None = None
         self.observation = Observation(config.source)
         self.upstream = Upstream(
@@ -98,18 +100,18 @@ class Watch:
     # Polling
 
     async def run(self) -> None:
-        """Poll until cancelled; every connection is closed then."""
+        """Poll until cancelled; idle connections are closed then, the others when their answers have ended."""
         try:
             while True:
                 await self.poll()
                 try:
-                    async with asyncio.timeout(POLL_S if self.observation.identity is not None else RETRY_S):
+                    async with asyncio.timeout(self.poll_s if self.observation.identity is not None else RETRY_S):
                         await self._wake.wait()
                 except TimeoutError:
                     pass
                 self._wake.clear()
         finally:
-            self.upstream.close()
+            self.upstream.retire()
             await self._client.aclose()
 
     async def poll(self) -> None:
