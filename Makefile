@@ -42,7 +42,7 @@ lint: setup ## ruff, mypy --strict and import-linter
 
 test-live: setup ## the tests against a real vLLM (CPU; 3.4 GB are built once)
 	deploy/vllm-cpu/setup.sh
-	$(PY) -m pytest -m live tests/live
+	$(PY) -m pytest -m 'live and not slow' tests/live
 
 bench: setup ## the gateway beside the bare upstream: a table, and JSON
 	$(PY) tests/bench/run.py
