@@ -151,10 +151,14 @@ class Stand:
 
         until(10, told, lambda: f"the simulator does not take {fault}")
 
-    def refuse(self, seconds: float) -> None:
-        """Let the simulator refuse connections for so long; returns when it does."""
-        self.fault(kind="refuse", seconds=seconds)
-        until(5, lambda: not listening(self.backend_port), lambda: "the simulator still listens")
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """The simulator refuses connections; it is told to stop that over the one that was open before."""
+        with httpx.Client(base_url=self.backend, headers=self.headers("vllm"), timeout=5) as control:
+            control.post("/sim/fault", json={"kind": "refuse", "seconds": 5}).raise_for_status()
+            until(4, lambda: not listening(self.backend_port), lambda: "the simulator still listens")
+            yield
+            control.delete("/sim/fault").raise_for_status()
 
     def chat(self, client: httpx.Client, words: int = 5, **fields: Any) -> int:
         """One chat as a client sends it; its status, 0 when the answer broke."""

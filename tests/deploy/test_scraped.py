@@ -33,18 +33,24 @@ class Traffic:
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._pool = ThreadPoolExecutor(1)
+        self._running = self._pool.submit(self._run)
 
     def __enter__(self) -> Traffic:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._pool.shutdown()
+
+    def check(self) -> None:
+        """Raise what broke it, where something did."""
+        if self._running.done():
+            self._running.result()
 
     def stop(self) -> None:
         self._done.set()
-        self._thread.join()
+        self._running.result()
 
     def _run(self) -> None:
         with httpx.Client(timeout=15) as client, ThreadPoolExecutor(8) as pool:
@@ -58,8 +64,8 @@ class Traffic:
         stand.chat(client, max_tokens=999)
         one_that_leaves(stand, client)
         self._done.wait(IDLE_S + 0.1)  # a new connection is needed from here on, and refused
-        stand.refuse(seconds=1)
-        stand.chat(client)
+        with stand.refusing():
+            stand.chat(client)
         self._done.wait(1.5)  # the breaker lets one through again
         stand.fault(kind="reset", after=2, times=3)
         for _ in range(3):
@@ -92,12 +98,13 @@ def test_both_targets_are_scraped_with_the_configuration_of_the_deployment(scrap
 
 
 def test_every_query_of_the_dashboard_has_data(scraped):
-    _, prometheus, _ = scraped
+    _, prometheus, traffic = scraped
     queries = dashboard_queries()
     assert len(queries) > 40
     empty = dict.fromkeys(queries)
 
     def all_filled() -> bool:
+        traffic.check()
         for title, expr in tuple(empty):
             if numbers(prometheus.query(expr)):
                 del empty[title, expr]
