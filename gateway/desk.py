@@ -77,6 +77,7 @@ class Desk:
         return berth.decision.gate if berth is not None and berth.decision is not None else None
 
     async def metrics(self) -> bytes:
+        self._app.path.settle_accounts()  # a scrape sees every request that has ended
         return await asyncio.to_thread(render, self._app.metrics.snapshot())
 
     async def count(self, route: Route, tenant: str, content_type: bytes | None, body: bytes) -> dict[str, Any] | Refusal:
