@@ -346,7 +346,7 @@ def load(path: Path) -> Policy:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path}: cannot be read: {error}") from error
-    return parse(text, base=path.resolve().parent, name=str(path))
+    return parse(text, base=path.absolute().parent, name=str(path))  # of the link, where the file is one (a ConfigMap)
 
 
 def _resolve(value: Any, base: Path) -> Any:

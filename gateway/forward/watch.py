@@ -236,9 +236,15 @@ def http_client(url: str, endpoint: Endpoint, instance: str) -> tuple[httpx.Asyn
     # A new connection for every call: a load balancer in between shows itself by answering as two servers.
     fresh = httpx.Limits(max_keepalive_connections=0)
     transport = httpx.AsyncHTTPTransport(uds=endpoint.unix_path, verify=verify, retries=0, limits=fresh)
+
+    async def name(request: httpx.Request) -> None:
+        if endpoint.server_name is not None:
+            request.extensions["sni_hostname"] = endpoint.server_name  # sent, and what the certificate is held against
+
     client = httpx.AsyncClient(
         transport=transport,
         trust_env=False,
+        event_hooks={"request": [name]},
         headers={"x-plimsoll-gateway": instance, "user-agent": "plimsoll"},
         timeout=httpx.Timeout(10.0, connect=2.0),
     )
