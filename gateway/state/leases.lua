@@ -1,0 +1,422 @@
+-- Admission over all replicas of one backend; the rules are in the docstring of gateway.state.leases.
+-- KEYS: sum, own, lea, head, vt (one hash tag). ARGV: op, owner, session, lease_ms, ttl_ms, run, then what the op takes.
+-- Server time only. Every key that is written gets its TTL in the same call.
+local SUM, OWN, LEA, HEAD, VT = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local op, owner, session, run = ARGV[1], ARGV[2], ARGV[3], ARGV[6]
+local lease_ms, ttl_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local WOKEN_MS, OVERTAKINGS = 200, 8
+local CHANNEL = SUM .. ':wake'
+-- Positions in a packed request.
+local ID, MASK, TASK, FEATURES, INPUT, OUTPUT, SEQS, BLOCKS, PRIO, TENANT, WEIGHT, COST, WAITED, EXEC, DIGEST =
+  1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+
+local function whole(value) return string.format('%.0f', value) end
+
+local function keep()
+  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
+end
+
+-- Envelopes ---------------------------------------------------------------------------------------------------------
+
+local rows_of = {}
+local function rows(digest)
+  if rows_of[digest] == nil then
+    local text = redis.call('HGET', SUM, 'e|' .. digest)
+    rows_of[digest] = text and cjson.decode(text) or false
+  end
+  return rows_of[digest]
+end
+
+local function digests()
+  local text = redis.call('HGET', SUM, 'envs')
+  local found = {}
+  if text then for digest in string.gmatch(text, '[^,]+') do found[#found + 1] = digest end end
+  return found
+end
+
+local function subset(features, of)
+  local known = {}
+  for _, name in ipairs(of) do known[name] = true end
+  for _, name in ipairs(features) do if not known[name] then return false end end
+  return true
+end
+
+-- Which boxes of an envelope hold a request: '1' or '0' for each.
+local function mask_under(digest, ask)
+  if ask[DIGEST] == digest then return ask[MASK] end
+  local out = {}
+  for i, box in ipairs(rows(digest).boxes) do
+    local inside = box[1] == ask[TASK] and subset(ask[FEATURES], box[2]) and box[3] <= ask[INPUT] and ask[INPUT] <= box[4]
+      and box[5] <= ask[OUTPUT] and ask[OUTPUT] <= box[6]
+    out[i] = inside and '1' or '0'
+  end
+  return table.concat(out)
+end
+
+-- Counts ------------------------------------------------------------------------------------------------------------
+
+local function add(name, by) if by ~= 0 then redis.call('HINCRBY', SUM, name, whole(by)) end end
+
+local function outside(digest, mask, sign)
+  for i = 1, #mask do
+    if string.byte(mask, i) == 48 then add('o|' .. digest .. '|' .. i, sign) end
+  end
+end
+
+local function count(who, ask, sign, known)
+  add('s', sign * ask[SEQS])
+  add('b', sign * ask[BLOCKS])
+  add('s|' .. who, sign * ask[SEQS])
+  add('b|' .. who, sign * ask[BLOCKS])
+  for _, digest in ipairs(known or digests()) do outside(digest, mask_under(digest, ask), sign) end
+end
+
+local function pack_lease(who, deadline, text) return who .. '\n' .. whole(deadline) .. '\n' .. text end
+
+local function unpack_lease(value)
+  local who, deadline, text = string.match(value, '^([^\n]*)\n(%d+)\n(.*)$')
+  return who, tonumber(deadline), text
+end
+
+local function drop(id, value)
+  local who, _, text = unpack_lease(value)
+  local ask = cjson.decode(text)
+  redis.call('HDEL', LEA, id)
+  count(who, ask, -1)
+  return ask
+end
+
+-- What is in flight, seen under one envelope: sequences, blocks, and per box how many requests are outside.
+local function load(digest)
+  local size = #rows(digest).boxes
+  local names = {'s', 'b'}
+  for i = 1, size do names[i + 2] = 'o|' .. digest .. '|' .. i end
+  local found = redis.call('HMGET', SUM, unpack(names))
+  local seen = {s = tonumber(found[1] or 0), b = tonumber(found[2] or 0), out = {}}
+  for i = 1, size do seen.out[i] = tonumber(found[i + 2] or 0) end
+  return seen
+end
+
+local function fits(digest, ask, seen)
+  local env, mask = rows(digest), ask[MASK]
+  if env.budget >= 0 and seen.b + ask[BLOCKS] > env.budget then return false end
+  for i, box in ipairs(env.boxes) do
+    if string.byte(mask, i) == 49 and seen.out[i] == 0 and seen.s + ask[SEQS] <= box[7] then return true end
+  end
+  return false
+end
+
+-- The view of one owner: what the others hold, and which boxes still hold everything.
+local function view(who, digest)
+  if not rows(digest) then return '0 0 -' end
+  local seen = load(digest)
+  local mine = redis.call('HMGET', SUM, 's|' .. who, 'b|' .. who)
+  local possible = {}
+  for i, outs in ipairs(seen.out) do possible[i] = outs == 0 and '1' or '0' end
+  return whole(seen.s - tonumber(mine[1] or 0)) .. ' ' .. whole(seen.b - tonumber(mine[2] or 0)) .. ' ' .. table.concat(possible)
+end
+
+-- Owners ------------------------------------------------------------------------------------------------------------
+
+local function alive(who)
+  local value = redis.call('HGET', OWN, who)
+  if not value then return nil end
+  local expiry, held_session = string.match(value, '^(%d+) (.*)$')
+  return tonumber(expiry) > now, held_session
+end
+
+local function forget(who)
+  redis.call('HDEL', OWN, who)
+  redis.call('HDEL', HEAD, who)
+  redis.call('HDEL', SUM, 's|' .. who, 'b|' .. who)
+end
+
+-- Order over replicas -----------------------------------------------------------------------------------------------
+
+local function vtime(prio, tenant)
+  return tonumber(redis.call('HGET', VT, whole(prio) .. '|' .. tenant) or 0)
+end
+
+local function set_vtime(prio, tenant, value) redis.call('HSET', VT, whole(prio) .. '|' .. tenant, string.format('%.6f', value)) end
+
+local function heads()
+  local flat, found = redis.call('HGETALL', HEAD), {}
+  for i = 1, #flat, 2 do
+    local since, passed, woken, text = string.match(flat[i + 1], '^(%d+) (%d+) (%d+) (.*)$')
+    local ask = cjson.decode(text)
+    if alive(flat[i]) and rows(ask[DIGEST]) then
+      found[#found + 1] = {
+        who = flat[i], since = tonumber(since), passed = tonumber(passed), woken = tonumber(woken), text = text, ask = ask,
+      }
+    else
+      redis.call('HDEL', HEAD, flat[i])
+    end
+  end
+  return found
+end
+
+local function put_head(head)
+  redis.call('HSET', HEAD, head.who, table.concat({whole(head.since), whole(head.passed), whole(head.woken), head.text}, ' '))
+end
+
+local function waits_already(tenant, prio, list)
+  for _, head in ipairs(list) do if head.ask[TENANT] == tenant and head.ask[PRIO] == prio then return true end end
+  return false
+end
+
+local function tag(ask, list)
+  local own = vtime(ask[PRIO], ask[TENANT])
+  return waits_already(ask[TENANT], ask[PRIO], list) and own or math.max(own, vtime(ask[PRIO], ''))
+end
+
+local function before(one, since_one, other, since_other, list)
+  if one[PRIO] ~= other[PRIO] then return one[PRIO] < other[PRIO] end
+  if one[TENANT] ~= other[TENANT] then
+    local left, right = tag(one, list), tag(other, list)
+    if left ~= right then return left < right end
+  end
+  return since_one < since_other
+end
+
+local function set_head(text)
+  if text == '' then
+    redis.call('HDEL', HEAD, owner)
+    return
+  end
+  local ask = cjson.decode(text)
+  local list = heads()
+  local head = {who = owner, since = now - ask[WAITED], passed = 0, woken = 0, text = text, ask = ask}
+  for _, old in ipairs(list) do
+    if old.who == owner and old.ask[ID] == ask[ID] then head.since, head.passed = old.since, old.passed end
+  end
+  if not waits_already(ask[TENANT], ask[PRIO], list) then
+    set_vtime(ask[PRIO], ask[TENANT], math.max(vtime(ask[PRIO], ask[TENANT]), vtime(ask[PRIO], '')))
+  end
+  put_head(head)
+end
+
+-- Tell the replica whose head is next and fits that it may come. A head that was woken and did not come loses its turn.
+local function wake_next()
+  local list = heads()
+  local best = nil
+  for _, head in ipairs(list) do
+    if head.woken > 0 and now - head.woken > WOKEN_MS then
+      redis.call('HDEL', HEAD, head.who)
+    elseif fits(head.ask[DIGEST], head.ask, load(head.ask[DIGEST])) then
+      if not best or before(head.ask, head.since, best.ask, best.since, list) then best = head end
+    end
+  end
+  if best and best.who ~= owner then
+    if best.woken == 0 then
+      best.woken = now
+      put_head(best)
+    end
+    redis.call('PUBLISH', CHANNEL, best.who .. ' ' .. view(best.who, best.ask[DIGEST]))
+  end
+end
+
+-- Who stands before this request: 'behind' one that fits now, or 'held' for one that was passed often enough.
+local function in_the_way(ask)
+  local list, passed, since = heads(), {}, now - ask[WAITED]
+  for _, head in ipairs(list) do
+    if head.who == owner and head.ask[ID] == ask[ID] then since = head.since end
+  end
+  for _, head in ipairs(list) do
+    local turn_lost = head.woken > 0 and now - head.woken > WOKEN_MS
+    if head.who ~= owner and not turn_lost and before(head.ask, head.since, ask, since, list) then
+      if fits(head.ask[DIGEST], head.ask, load(head.ask[DIGEST])) then return 'behind' end
+      if head.passed >= OVERTAKINGS then return 'held' end
+      passed[#passed + 1] = head
+    end
+  end
+  for _, head in ipairs(passed) do
+    head.passed = head.passed + 1
+    put_head(head)
+  end
+  return nil
+end
+
+-- The epoch: after a restart or a flush nothing is granted for one lease time, while replicas say what they hold.
+local function epoch()
+  local known = redis.call('HMGET', SUM, 'run', 'from', 'strange')
+  if known[1] ~= run then
+    redis.call('HSET', SUM, 'run', run, 'from', whole(now + lease_ms))
+    return now + lease_ms
+  end
+  return math.max(tonumber(known[2]), tonumber(known[3] or 0))
+end
+
+-- Operations --------------------------------------------------------------------------------------------------------
+
+local function acquire(text, next_text)
+  local from = epoch()
+  local ask = cjson.decode(text)
+  local digest = ask[DIGEST]
+  local lives, held_session = alive(owner)
+  if not lives or held_session ~= session or not rows(digest) then
+    keep()
+    return {'unregistered', '0 0 -'}
+  end
+  if now < from then
+    set_head(text)
+    keep()
+    return {'cold', view(owner, digest), whole(from - now)}
+  end
+  local verdict = 'denied'
+  if fits(digest, ask, load(digest)) then verdict = in_the_way(ask) or 'granted' end
+  if verdict ~= 'granted' then
+    set_head(text)
+    keep()
+    if verdict == 'behind' then wake_next() end
+    return {verdict, view(owner, digest)}
+  end
+  local start = tag(ask, redis.call('EXISTS', HEAD) == 1 and heads() or {})
+  set_vtime(ask[PRIO], '', math.max(start, vtime(ask[PRIO], '')))
+  set_vtime(ask[PRIO], ask[TENANT], start + ask[COST] / ask[WEIGHT])
+  redis.call('HSET', LEA, ask[ID], pack_lease(owner, now + ask[EXEC], text))
+  count(owner, ask, 1)
+  set_head(next_text)
+  keep()
+  if redis.call('EXISTS', HEAD) == 1 then wake_next() end
+  return {'granted', view(owner, digest)}
+end
+
+local function settle(id, refund, digest)
+  local value = redis.call('HGET', LEA, id)
+  if value and string.match(value, '^[^\n]*') == owner then
+    local ask = drop(id, value)
+    local back = tonumber(refund)
+    if back > 0 then
+      set_vtime(ask[PRIO], ask[TENANT], vtime(ask[PRIO], ask[TENANT]) - back / ask[WEIGHT])
+    end
+    keep()
+    if redis.call('EXISTS', HEAD) == 1 then wake_next() end
+  end
+  return {'ok', view(owner, digest)}
+end
+
+local function learn(digest, text)
+  local known = digests()
+  local is_new = true
+  for _, each in ipairs(known) do if each == digest then is_new = false end end
+  redis.call('HSET', SUM, 'u|' .. digest, whole(now))
+  if not is_new then return end
+  known[#known + 1] = digest
+  redis.call('HSET', SUM, 'e|' .. digest, text, 'envs', table.concat(known, ','))
+  rows_of[digest] = nil
+  local flat = redis.call('HGETALL', LEA)
+  for i = 2, #flat, 2 do
+    local _, _, packed = unpack_lease(flat[i])
+    outside(digest, mask_under(digest, cjson.decode(packed)), 1)
+  end
+end
+
+local function unlearn()
+  local kept, known = {}, digests()
+  for _, digest in ipairs(known) do
+    if now - tonumber(redis.call('HGET', SUM, 'u|' .. digest) or 0) > 3 * lease_ms then
+      for i = 1, #rows(digest).boxes do redis.call('HDEL', SUM, 'o|' .. digest .. '|' .. i) end
+      redis.call('HDEL', SUM, 'e|' .. digest, 'u|' .. digest)
+      rows_of[digest] = nil
+    else
+      kept[#kept + 1] = digest
+    end
+  end
+  if #kept ~= #known then redis.call('HSET', SUM, 'envs', table.concat(kept, ',')) end
+end
+
+-- Leases of owners that are gone end at their execution deadline; the owners that still have some are suspects.
+local function suspects()
+  local holds, found, flat = {}, {}, redis.call('HGETALL', LEA)
+  for i = 1, #flat, 2 do
+    local who, deadline = unpack_lease(flat[i + 1])
+    if not alive(who) then
+      if deadline <= now then drop(flat[i], flat[i + 1]) else holds[who] = true end
+    end
+  end
+  local owners = redis.call('HKEYS', OWN)
+  for _, who in ipairs(owners) do
+    if not alive(who) then
+      redis.call('HDEL', HEAD, who)
+      if not holds[who] then forget(who) end
+    end
+  end
+  for who in pairs(holds) do found[#found + 1] = who end
+  return found
+end
+
+-- Take the owner's word for what it holds: leases it does not name were never used, those it names run.
+local function register(held)
+  local named = {}
+  for _, each in ipairs(held) do named[each[ID]] = each end
+  local flat = redis.call('HGETALL', LEA)
+  for i = 1, #flat, 2 do
+    if unpack_lease(flat[i + 1]) == owner then
+      if named[flat[i]] then named[flat[i]] = nil else drop(flat[i], flat[i + 1]) end
+    end
+  end
+  for id, each in pairs(named) do
+    redis.call('HSET', LEA, id, pack_lease(owner, now + each[EXEC], cjson.encode(each)))
+    count(owner, each, 1)
+  end
+end
+
+local function beat(digest, env, head, held)
+  epoch()
+  learn(digest, env)
+  local lives, held_session = alive(owner)
+  if held ~= '' then
+    redis.call('HSET', OWN, owner, whole(now + lease_ms) .. ' ' .. session)
+    register(cjson.decode(held))
+  elseif lives and held_session == session then
+    redis.call('HSET', OWN, owner, whole(now + lease_ms) .. ' ' .. session)
+  else
+    keep()
+    return {'unregistered', '0 0 -'}
+  end
+  unlearn()
+  local found = suspects()
+  set_head(head)
+  keep()
+  if redis.call('EXISTS', HEAD) == 1 then wake_next() end
+  return {'ok', view(owner, digest), whole(redis.call('HLEN', OWN)), unpack(found)}
+end
+
+local function release(who)
+  local flat = redis.call('HGETALL', LEA)
+  for i = 1, #flat, 2 do
+    if unpack_lease(flat[i + 1]) == who then drop(flat[i], flat[i + 1]) end
+  end
+  forget(who)
+  keep()
+  if redis.call('EXISTS', HEAD) == 1 then wake_next() end
+  return {'ok', '0 0 -'}
+end
+
+local function reap(who)
+  if alive(who) then return {'alive', '0 0 -'} end
+  return release(who)
+end
+
+-- Requests of gateways that nobody knows are at the backend: their shapes are unknown, so nothing is granted beside them.
+local function strange(names)
+  for _, who in ipairs(cjson.decode(names)) do
+    if redis.call('HEXISTS', OWN, who) == 0 then
+      redis.call('HSET', SUM, 'strange', whole(now + 2500))
+      keep()
+      return {'ok', '0 0 -'}
+    end
+  end
+  redis.call('HDEL', SUM, 'strange')
+  return {'ok', '0 0 -'}
+end
+
+if op == 'acquire' then return acquire(ARGV[7], ARGV[8]) end
+if op == 'settle' then return settle(ARGV[7], ARGV[8], ARGV[9]) end
+if op == 'beat' then return beat(ARGV[7], ARGV[8], ARGV[9], ARGV[10]) end
+if op == 'reap' then return reap(ARGV[7]) end
+if op == 'strange' then return strange(ARGV[7]) end
+if op == 'withdraw' then return release(owner) end
+return redis.error_reply('ERR no such operation')

@@ -1,0 +1,141 @@
+"""Leases on Redis: one script, one round trip an operation.
+
+Owns the script's text and digest, the names of the keys and the session of this replica's connection. Promises: a command of an
+earlier connection grants nothing (its session is over), so that an acquire that was executed late leaves nothing behind; a
+script that Redis has forgotten is sent again. The keys of a backend share one hash tag, so that they lie on one node of a
+cluster; the tag begins with the version of the layout, so that replicas of two versions never read each other's.
+Talks to: `link`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import hiredis
+import orjson
+
+from gateway.state.leases import Answer, Ask, Rules, StateLost, Verdict, View, Wake
+from gateway.state.link import Link
+
+LAYOUT = "v1"
+SCRIPT = files("gateway.state").joinpath("leases.lua").read_bytes()
+DIGEST = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
+_KEPT_S = 120.0  # keys outlive the longest execution by so much
+
+
+class RedisLeases:
+    """A `LeaseStore`. `on_state(None)`: registered leases may be asked for; `on_state(why)`: the store is lost."""
+
+    def __init__(
+        self,
+        url: str,
+        owner: str,
+        *,
+        namespace: str = "plimsoll",
+        lease_s: float = 10.0,
+        longest_s: float = 600.0,
+        timeout_s: float = 0.2,
+        on_wake: Wake,
+        on_state: Callable[[str | None], None],
+    ) -> None:
+        self.owner = owner
+        self._namespace = namespace
+        self._lease_ms = int(lease_s * 1000)
+        self._ttl_ms = int((longest_s + max(_KEPT_S, 10 * lease_s)) * 1000)
+        self._on_wake, self._on_state = on_wake, on_state
+        self._session = 0
+        self._run = ""
+        self._channels: dict[bytes, str] = {}
+        self._keys: dict[str, tuple[str, ...]] = {}
+        self.operations = 0
+        self.link = Link(url, timeout_s=timeout_s, on_up=self._up, on_lost=on_state, on_message=self._message)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        await self.link.run()
+
+    def _up(self, run_id: str) -> None:
+        self._session += 1
+        self._run = run_id
+        self.link.send("SCRIPT", "LOAD", SCRIPT)
+        for channel in self._channels:
+            self.link.send("SUBSCRIBE", channel)
+        self._on_state(None)
+
+    def listen(self, backend: str) -> None:
+        """Hear when this replica's head on a backend may come."""
+        channel = (self._names(backend)[0] + ":wake").encode()
+        if channel not in self._channels:
+            self._channels[channel] = backend
+            if self.link.up:
+                self.link.send("SUBSCRIBE", channel)
+
+    def _message(self, channel: bytes, data: bytes) -> None:
+        backend = self._channels.get(channel)
+        owner, _, view = data.partition(b" ")
+        if backend is not None and owner == self.owner.encode():
+            self._on_wake(backend, View.parse(view))
+
+    # Operations
+
+    def acquire(self, backend: str, ask: Ask, following: Ask | None) -> asyncio.Future[Answer]:
+        return self._call(backend, "acquire", ask.packed(), following.packed() if following is not None else b"")
+
+    def settle(self, backend: str, lease: str, rules: Rules, refund: float) -> asyncio.Future[Answer]:
+        return self._call(backend, "settle", lease, repr(refund), rules.digest)
+
+    def beat(self, backend: str, rules: Rules, head: Ask | None, held: list[Ask] | None) -> asyncio.Future[Answer]:
+        holds = b"[" + b",".join(ask.packed() for ask in held) + b"]" if held is not None else b""
+        return self._call(backend, "beat", rules.digest, rules.text, head.packed() if head is not None else b"", holds)
+
+    def reap(self, backend: str, owner: str) -> asyncio.Future[Answer]:
+        return self._call(backend, "reap", owner)
+
+    def strange(self, backend: str, owners: list[str]) -> asyncio.Future[Answer]:
+        return self._call(backend, "strange", orjson.dumps(owners))
+
+    def withdraw(self, backend: str) -> asyncio.Future[Answer]:
+        return self._call(backend, "withdraw")
+
+    def _call(self, backend: str, operation: str, *more: bytes | str) -> asyncio.Future[Answer]:
+        self.operations += 1
+        names = self._names(backend)
+        words = (
+            "5", *names, operation, self.owner, str(self._session), str(self._lease_ms), str(self._ttl_ms), self._run, *more,
+        )  # fmt: skip
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.link.send("EVALSHA", DIGEST, *words).add_done_callback(lambda sent: self._done(sent, answer, words))
+        return answer
+
+    def _done(self, sent: asyncio.Future[Any], answer: asyncio.Future[Answer], words: tuple[bytes | str, ...] | None) -> None:
+        error = sent.exception()
+        if error is not None and str(error).startswith("NOSCRIPT") and words is not None:
+            self.link.send("EVAL", SCRIPT, *words).add_done_callback(lambda again: self._done(again, answer, None))
+            return
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(_parse(sent.result()))
+            return
+        answer.set_exception(StateLost(f"Redis refused: {error}") if isinstance(error, hiredis.ReplyError) else error)
+        answer.exception()  # whoever asked may have left: then nobody reads it
+
+    def _names(self, backend: str) -> tuple[str, ...]:
+        names = self._keys.get(backend)
+        if names is None:
+            tag = f"plimsoll:{{{LAYOUT}:{self._namespace}:{backend}}}:"
+            names = self._keys[backend] = tuple(tag + name for name in ("sum", "own", "lea", "head", "vt"))
+        return names
+
+
+def _parse(reply: list[bytes]) -> Answer:
+    verdict, view = Verdict(reply[0].decode("ascii")), View.parse(reply[1])
+    if verdict is Verdict.COLD:
+        return Answer(verdict, view, retry_s=int(reply[2]) / 1000)
+    if verdict is Verdict.OK and len(reply) > 2:
+        return Answer(verdict, view, replicas=int(reply[2]), suspects=tuple(name.decode() for name in reply[3:]))
+    return Answer(verdict, view)
