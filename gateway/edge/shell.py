@@ -206,9 +206,9 @@ class Shell:
         return response
 
     def _end(self, exchange: Exchange) -> None:
-        """Account for it, unless it is a scrape or a probe that went well: those say nothing about the service."""
+        """Account for it, unless an operator, a scraper or a prober asked: those say nothing about the service."""
         exchange.ended_at = self._clock()
-        if exchange.outcome is not Outcome.SERVED or exchange.tenant is not None:
+        if exchange.tenant is not None or exchange.key_id is None or exchange.outcome is Outcome.FAILED:
             self._account(exchange)
 
 
