@@ -121,6 +121,8 @@ def relayed_head(status: int, headers: Headers, ours: bytes, length: int | None,
         if name in _RELAYED:
             parts.append(b"%b: %b\r\n" % (name, value))
     parts.append(ours)
+    if _repeated_by_clients(status):
+        parts.append(b"x-should-retry: false\r\n")
     if length is not None:
         if status not in (204, 304):
             parts.append(b"content-length: %d\r\n" % length)
@@ -128,6 +130,11 @@ def relayed_head(status: int, headers: Headers, ours: bytes, length: int | None,
         parts.append(b"transfer-encoding: chunked\r\n")
     parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
     return b"".join(parts)
+
+
+def _repeated_by_clients(status: int) -> bool:
+    """Whether SDKs would send it again unasked, though the engine may have worked for it; not so where it was too busy."""
+    return status in (408, 409) or (status >= 500 and status != 503)
 
 
 def error_document(refusal: Refusal, dialect: Dialect) -> dict[str, object]:
