@@ -74,7 +74,7 @@ def record_of(name: str, backend: Backend) -> tuple[str, bytes]:
     box = raw["slices"][0]
     box |= {"features": sorted(backend.features), "task": backend.task}
     if backend.task == "pool":
-        box["output_tokens"] = {"min": 0, "max": 0}
+        box["output_tokens"] = box["observed_output_tokens"] = {"min": 0, "max": 0}
     if backend.concurrency == 1:
         del box["levels"][0]  # the lab's half level would be the full one again
     record = validate(raw)
@@ -158,6 +158,18 @@ class GatewayProcess:
         """Put a policy into the file."""
         (self.folder / "policy.yaml").write_text(yaml.safe_dump(dict(policy), sort_keys=False))
 
+    async def reload(self, **sections: Any) -> None:
+        """Merge `sections` over the policy as it stands, and wait until that is in force."""
+        self.sections = {**self.sections, **sections}
+        applied = await self.value("plimsoll_policy_reloads_total", result="applied")
+        self.write(self.policy())
+        self.signal(signal.SIGHUP)
+
+        async def in_force() -> bool:
+            return await self.value("plimsoll_policy_reloads_total", result="applied") > applied
+
+        await within(5, in_force, "the new policy is in force")
+
     def _prepare(self) -> None:
         records = self.folder / "records"
         records.mkdir(parents=True, exist_ok=True)
@@ -196,6 +208,10 @@ class GatewayProcess:
     async def is_open(self, backend: str) -> bool:
         """Whether the gate of a backend is open."""
         return any(s.labels.get("backend") == backend for s in await self.series("plimsoll_envelope_limit"))
+
+    async def opened(self, backend: str) -> None:
+        """Wait until the gate of a backend that was away is open."""
+        await within(5, lambda: self.is_open(backend), f"the gate of {backend} is open")
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send a signal to the gateway."""
@@ -267,9 +283,17 @@ class GatewayProcess:
         return (await get(self.admin_port, "/admin/status", KEYS["operator"])).json()
 
     async def breaker(self, backend: str) -> str:
-        """The state of a backend's breaker."""
+        """The state of a backend's breaker, as the gauges tell it: up to 0.2 s late."""
         return next(s.labels["state"] for s in await self.series("plimsoll_breaker_state")
                     if s.labels["backend"] == backend and s.value)  # fmt: skip
+
+    async def breaker_is(self, backend: str, *states: str) -> None:
+        """Wait until the gauges tell one of `states`."""
+
+        async def told() -> bool:
+            return await self.breaker(backend) in states
+
+        await within(2, told, f"the breaker of {backend} is {' or '.join(states)}")
 
     async def in_flight(self) -> float:
         """Sequences at all backends."""

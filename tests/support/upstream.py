@@ -33,7 +33,7 @@ class Peer(asyncio.Protocol):
         self.buffer = bytearray()
         self.closed_at: float | None = None
         self.closed = asyncio.Event()
-        self.served = 0
+        self.calls = 0
         self._more = asyncio.Event()
         self._writable = asyncio.Event()
         self._writable.set()
@@ -74,6 +74,11 @@ class Peer(asyncio.Protocol):
         if self.closed.is_set():
             raise Gone
 
+    async def something(self) -> None:
+        """Wait for the first byte of what comes next. Raises Gone."""
+        while not self.buffer:
+            await self._next()
+
     async def read_until(self, needle: bytes) -> bytes:
         """Take the bytes up to and with `needle`. Raises Gone."""
         while (at := self.buffer.find(needle)) < 0:
@@ -101,7 +106,6 @@ class Peer(asyncio.Protocol):
         try:
             while not self.transport.is_closing():
                 await self.upstream.accept(self)
-                self.served += 1
         except Gone:
             self.transport.abort()
 
@@ -156,8 +160,7 @@ class Call:
 
     def reset(self) -> None:
         """Close with RST."""
-        raw = self.peer.transport.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        linger_zero(self.peer.transport)
         self.peer.transport.abort()
 
     def fin(self) -> None:
@@ -169,7 +172,8 @@ class ScriptedUpstream:
     """One backend. `script` answers each call; `next_scripts`, when filled, are used up first.
 
     `iterations`: the engine's progress counter in /metrics; None leaves it out, as an engine that does not tell.
-    `probe_status`: what the gateway's own one-token probe is answered with. `raw`: takes over whole connections.
+    `probe_status`: what the gateway's own one-token probe is answered with. `stale` ("rst" or "fin"): a connection that has
+    served before is closed that way at the first byte of its next request.
     """
 
     def __init__(self, *, version: str = "0.32.0") -> None:
@@ -180,7 +184,7 @@ class ScriptedUpstream:
         self.own: list[Call] = []
         self.script: Script = completion
         self.next_scripts: deque[Script] = deque()
-        self.raw: Callable[[Peer], Awaitable[None]] | None = None
+        self.stale: str | None = None
         self.iterations: int | None = None
         self.probe_status = b"200 OK"
         self._server: asyncio.Server | None = None
@@ -211,7 +215,7 @@ class ScriptedUpstream:
         await self._drop()
         failures, self._failures = self._failures, []
         self.peers, self.calls, self.own = [], [], []
-        self.script, self.iterations, self.probe_status, self.raw = completion, None, b"200 OK", None
+        self.script, self.iterations, self.probe_status, self.stale = completion, None, b"200 OK", None
         self.next_scripts.clear()
         if failures:
             raise failures[0]
@@ -227,9 +231,12 @@ class ScriptedUpstream:
 
     async def accept(self, peer: Peer) -> None:
         """Read one request of a connection and answer it. Raises Gone."""
-        if self.raw is not None:
-            await self.raw(peer)
-            return
+        await peer.something()
+        if self.stale is not None and peer.calls:
+            if self.stale == "rst":
+                linger_zero(peer.transport)
+            peer.transport.abort() if self.stale == "rst" else peer.transport.close()
+            raise Gone
         head = await peer.read_until(b"\r\n\r\n")
         call = Call(peer, head, b"")
         call.body = await peer.read(int(call.fields.get("content-length", 0)))
@@ -241,6 +248,7 @@ class ScriptedUpstream:
             await call.answer(b"{}", status=self.probe_status if known else b"404 Not Found")
         else:
             self.calls.append(call)
+            peer.calls += 1
             script = self.next_scripts.popleft() if self.next_scripts else self.script
             await script(call)
 
@@ -262,6 +270,12 @@ class ScriptedUpstream:
             while len(self.calls) < count:
                 await asyncio.sleep(0.002)
         return self.calls[count - 1]
+
+
+def linger_zero(transport: asyncio.BaseTransport) -> None:
+    """Make the close that follows an RST."""
+    raw = transport.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 # What backends say
