@@ -191,8 +191,12 @@ class Controller:
         high: int,
     ) -> bool:
         """Whether on every open candidate the decision is the same for all input sizes in [low, high]."""
-        envelopes = self._topology.envelopes(backends)
-        return all(envelope.settled(task, features, output_tokens, sequences, low, high) for envelope in envelopes)
+        bay_of = self._topology.bay
+        for name in backends:  # a loop, for this is asked of every request
+            bay = bay_of(name)
+            if bay.open and not bay.occupancy.envelope.settled(task, features, output_tokens, sequences, low, high):
+                return False
+        return True
 
     def has_open(self, backends: tuple[str, ...]) -> bool:
         """Whether any candidate's gate is open."""
@@ -289,6 +293,7 @@ class Controller:
             index = entry.route.bays.index(bay)
             queue_s = now - entry.enqueued_at
             grant = self._grant(entry.demand, bay, entry.masks[index], entry.blocks[index], queue_s, pick.level, now)
+            grant.place = entry
             pool.granted(pick)
             self._conclude(entry, grant)
 
