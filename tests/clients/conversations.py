@@ -88,7 +88,7 @@ async def chat_async(url: str, key: str) -> None:
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert text == whole.choices[0].message.content
         async with await client.chat.completions.create(
-            model=MODEL, messages=HELLO, max_tokens=40, stream=True, extra_body=EXACT
+            model=MODEL, messages=HELLO, max_tokens=24, stream=True, extra_body=EXACT
         ) as left:
             async for chunk in left:
                 if chunk.choices[0].delta.content:
@@ -210,9 +210,9 @@ def messages(url: str, key: str) -> None:
 
 def langchain(url: str, key: str, *, force: bool) -> None:
     """LangChain: invoke, stream and bind_tools; with `force` the tool must be called."""
-    model = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=MODEL, max_completion_tokens=40, temperature=0)  # type: ignore[arg-type]
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=MODEL, max_completion_tokens=24, temperature=0)  # type: ignore[arg-type]
     answer = model.invoke([("system", "Be brief."), ("human", "How deep may she be loaded?")])
-    assert answer.text and answer.usage_metadata and answer.usage_metadata["output_tokens"] <= 40
+    assert answer.text and answer.usage_metadata and answer.usage_metadata["output_tokens"] <= 24
     streamed = list(model.stream([("system", "Be brief."), ("human", "How deep may she be loaded?")]))
     assert "".join(chunk.text for chunk in streamed) == answer.text
     bound = model.bind_tools(TOOLS, tool_choice="any" if force else "none").invoke("Load her.")

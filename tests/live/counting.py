@@ -75,7 +75,7 @@ async def differences(server: VllmServer) -> tuple[int, list[str]]:
 
 async def counted(counter: TokenCounter, asked: dict[str, Any]) -> tuple[int, int | None]:
     """The exact count and the upper bound of a request body, by the way that a request goes."""
-    route = ROUTES["/v1/completions" if "prompt" in asked else "/v1/chat/completions"]
+    route = ROUTES[b"/v1/completions" if "prompt" in asked else b"/v1/chat/completions"]
     raw = json.dumps({"model": "tiny", **asked}).encode()
     rules = ModelRules.from_policy("tiny", Model(backends=("a",)), lora=False)
     parsed = body.parse(route, b"application/json", raw, {"tiny": rules}.get)

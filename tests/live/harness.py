@@ -185,14 +185,18 @@ class VllmServer:
             raise KeyError(name)
         return sum(values)
 
-    def freeze(self) -> list[int]:
-        """Stop the engine's processes with SIGSTOP; the API server lives on. Their pids, for `thaw`."""
+    def engine(self) -> list[int]:
+        """Pids of the engine's processes; the API server is not among them."""
         names = {pid: _command_line(pid) for pid in _members(self.pid) if pid != self.pid}
         engine = [pid for pid, name in names.items() if "EngineCore" in name or "Worker" in name]
         assert engine, f"no engine among {names}"
-        for pid in engine:
-            os.kill(pid, signal.SIGSTOP)
         return engine
+
+    @staticmethod
+    def freeze(pids: list[int]) -> None:
+        """Stop processes with SIGSTOP."""
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
 
     @staticmethod
     def thaw(pids: list[int]) -> None:

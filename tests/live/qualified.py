@@ -20,7 +20,7 @@ from tests.support.attested import AttestedGateway
 from tests.support.client import within
 
 PLAN = Path(__file__).with_name("plan.yaml")
-SLOTS, INPUT_MAX, OUTPUT_MAX = 4, 512, 40  # of the plan
+SLOTS, INPUT_MAX, OUTPUT_MAX = 4, 512, 24  # of the plan
 STALL_S = 4.0
 TIMEOUTS = {"queue_s": 30, "connect_s": 2, "first_token_s": 8, "stall_s": STALL_S, "execution_s": 60, "client_write_s": 3}
 BREAKER = {"consecutive_failures": 2, "cooldown_s": 1}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from contextlib import suppress
 from math import comb
 from typing import Any
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 from tests.live.harness import VllmServer
-from tests.live.qualified import INPUT_MAX, OUTPUT_MAX, SLOTS, EngineView, Qualified, command, gate_is
+from tests.live.qualified import INPUT_MAX, OUTPUT_MAX, SLOTS, STALL_S, EngineView, Qualified, command, gate_is
 from tests.support.attested import AttestedGateway
 from tests.support.client import KEY, open_stream, post, wire, within
 
@@ -32,21 +33,27 @@ def request(chance: random.Random, **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": prompt, "max_tokens": output, "min_tokens": output, "ignore_eos": True, **more}
 
 
-async def crowd(url: str, key: str, requests: int) -> None:
-    """Sixteen clients that send so many requests each, one after the other."""
+async def crowd(url: str, key: str, requests: int, clients: int = CLIENTS) -> list[float]:
+    """Clients that send so many requests each, one after the other. How long each took in milliseconds, as they saw it."""
+    took: list[float] = []
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, trust_env=False) as client:
 
         async def one(seed: int) -> None:
             chance = random.Random(seed)
             for _ in range(requests):
+                began = time.perf_counter()
                 answer = await client.post("/v1/completions", json=request(chance))
+                took.append((time.perf_counter() - began) * 1000)
                 assert answer.status_code == 200, answer.text
 
-        await asyncio.gather(*(one(seed) for seed in range(CLIENTS)))
+        async with asyncio.TaskGroup() as group:
+            for seed in range(clients):
+                group.create_task(one(seed))
+    return took
 
 
-async def most_at_once(server: VllmServer, load: asyncio.Task[None]) -> tuple[int, int, int]:
+async def most_at_once(server: VllmServer, load: asyncio.Task[list[float]]) -> tuple[int, int, int]:
     """While `load` runs: the most sequences in the engine, and the most requests of gateways and of others."""
     peaks = [0, 0, 0]
     async with EngineView(server) as view:
@@ -78,7 +85,7 @@ async def test_the_record_passes_and_the_gate_opens_on_it(live_gateway: Attested
 
 
 async def test_sixteen_clients_are_four_at_the_server(vllm_server: VllmServer, live_gateway: AttestedGateway) -> None:
-    load = asyncio.create_task(crowd(live_gateway.url, KEY, 6))
+    load = asyncio.create_task(crowd(live_gateway.url, KEY, 4))
     sequences, ours, others = await most_at_once(vllm_server, load)
     assert (sequences, ours, others) == (SLOTS, SLOTS, 0)
     await live_gateway.settled()
@@ -87,7 +94,7 @@ async def test_sixteen_clients_are_four_at_the_server(vllm_server: VllmServer, l
 async def test_without_the_gateway_they_are_more_and_the_gate_closes(
     vllm_server: VllmServer, live_gateway: AttestedGateway
 ) -> None:
-    load = asyncio.create_task(crowd(vllm_server.url, vllm_server.api_key, 6))
+    load = asyncio.create_task(crowd(vllm_server.url, vllm_server.api_key, 4))
     closes = asyncio.create_task(gate_is(live_gateway, "backend_not_exclusive", 20))
     sequences, ours, others = await most_at_once(vllm_server, load)
     await closes
@@ -95,14 +102,26 @@ async def test_without_the_gateway_they_are_more_and_the_gate_closes(
     await gate_is(live_gateway, "open", 20)
 
 
-async def test_what_was_admitted_is_as_fast_as_the_record_says(live_gateway: AttestedGateway, qualified: Qualified) -> None:
-    before, requests = len(live_gateway.journal()), CLIENTS * 12
-    await crowd(live_gateway.url, KEY, 12)
+def holds(times: list[float], bound: float) -> bool:
+    """Whether these times agree with at most one in twenty over the bound."""
+    return tail(sum(time > bound for time in times), len(times)) >= ALPHA
+
+
+async def test_what_was_admitted_is_as_fast_as_the_record_says(
+    vllm_server: VllmServer, live_gateway: AttestedGateway, qualified: Qualified
+) -> None:
+    """Four at once without the gateway are the control: where they are slower than measured, the machine has changed."""
+    bound = float(qualified.level(SLOTS)["e2e_ms"]["p95_upper"])
+    before, requests = len(live_gateway.journal()), CLIENTS * 8
+    await crowd(live_gateway.url, KEY, 8)
     await within(3, lambda: len(live_gateway.journal()) - before == requests, "every request has its account")
-    bound = max(float(qualified.level(level)["e2e_ms"]["p95_upper"]) for level in (1, SLOTS))
     times = [row["backend_ms"] for row in live_gateway.journal()[before:]]
-    over = sum(time > bound for time in times)
-    assert tail(over, len(times)) >= ALPHA, f"{over} of {len(times)} over {bound} ms: {sorted(times)[-20:]}"
+    if not holds(times, bound):
+        control = await crowd(vllm_server.url, vllm_server.api_key, requests // SLOTS, SLOTS)
+        await gate_is(live_gateway, "open", 20)
+        if not holds(control, bound):
+            pytest.skip(f"the machine is slower than when it was measured: bound {bound}, now {sorted(control)[-10:]}")
+    assert holds(times, bound), f"of {len(times)} over {bound} ms: {sorted(time for time in times if time > bound)}"
 
 
 async def test_a_departure_frees_its_slot_wherever_the_request_was(
@@ -112,7 +131,7 @@ async def test_a_departure_frees_its_slot_wherever_the_request_was(
 
     async def leave() -> None:
         async with wire(live_gateway.port) as client:
-            await client.send(post(request(chance, stream=chance.random() < 0.7, max_tokens=40), path="/v1/completions"))
+            await client.send(post(request(chance, stream=chance.random() < 0.7), path="/v1/completions"))
             await asyncio.sleep(chance.uniform(0, 0.5))
             if chance.random() < 0.5:
                 client.reset()
@@ -174,14 +193,16 @@ async def test_chaos_ends_with_nothing_in_flight_and_every_request_accounted_onc
 
 async def test_a_frozen_engine_is_found_and_comes_back(vllm_server: VllmServer, live_gateway: AttestedGateway) -> None:
     """Its /health stays 200. The stream that hangs ends with its reason, the next are refused, and SIGCONT heals it."""
-    frozen = vllm_server.freeze()
-    try:
-        assert vllm_server.get("/health").status_code == 200
-        async with open_stream(live_gateway.port, model="tiny", max_tokens=40, ignore_eos=True) as one:
-            assert b"first_token_timeout" in await one.client.closed(30) or one.status == 504
-        await within(30, lambda: _refuses(live_gateway), "the breaker is open")
-    finally:
-        vllm_server.thaw(frozen)
+    engine = vllm_server.engine()
+    async with open_stream(live_gateway.port, model="tiny", max_tokens=OUTPUT_MAX, ignore_eos=True) as stream:
+        vllm_server.freeze(engine)
+        try:
+            rest = await stream.rest(10 * STALL_S)
+            assert b"stall_timeout" in rest or b"first_token_timeout" in rest
+            assert vllm_server.get("/health").status_code == 200
+            await within(30, lambda: _refuses(live_gateway), "the breaker is open")
+        finally:
+            vllm_server.thaw(engine)
     await within(30, lambda: _serves(live_gateway), "it serves again")
     await live_gateway.settled(10)
 

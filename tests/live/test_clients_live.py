@@ -36,7 +36,7 @@ REFUSALS: list[tuple[type[openai.APIStatusError], str, dict[str, Any], str]] = [
     (openai.PermissionDeniedError, "not_permitted", {}, "sk-operator"),
     (openai.NotFoundError, "model_not_found", {"model": "large"}, KEY),
     (openai.BadRequestError, "out_of_slice_input", {"messages": [{"role": "user", "content": "load " * 600}]}, KEY),
-    (openai.BadRequestError, "out_of_slice_output", {"max_tokens": 41}, KEY),
+    (openai.BadRequestError, "out_of_slice_output", {"max_tokens": 25}, KEY),
     (openai.BadRequestError, "out_of_slice_sequences", {"n": 5}, KEY),
     (openai.BadRequestError, "out_of_slice_feature", {"logprobs": True}, KEY),
     (openai.BadRequestError, "field_not_allowed", {"extra_body": {"kv_transfer_params": {}}}, KEY),

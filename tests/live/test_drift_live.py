@@ -92,7 +92,7 @@ async def refused_and_told(gateway: AttestedGateway) -> None:
 
 async def reopened(gateway: AttestedGateway, server: VllmServer) -> None:
     """A record of the new configuration, pushed to the running gateway, opens the gate."""
-    raw = record_from(server.identity(), [Box(512, 40, 4)])
+    raw = record_from(server.identity(), [Box(512, 24, 4)])
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEYS['operator']}"}, trust_env=False) as operator:
         pushed = await operator.post(f"http://127.0.0.1:{gateway.admin_port}/admin/records", content=raw)
     assert pushed.status_code == 201, pushed.text
