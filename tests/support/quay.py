@@ -22,7 +22,7 @@ UPSTREAM_KEY = "sk-upstream-7f3a90c1-secret"
 BODY_TIMEOUT_S = 1.0
 MAX_BODY_BYTES = 20_971_520
 WIDTHS = {"keyed": 64, "bare": 64, "images": 16, "speech": 8, "pool": 16}
-POOR = tuple(f"poor-{number}" for number in range(6))  # tenants with 1,000 tokens a minute each
+POOR = tuple(f"poor-{number}" for number in range(10))  # tenants with 1,000 tokens a minute each
 IMAGE_TOKENS = 500
 
 
