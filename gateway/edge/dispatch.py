@@ -35,6 +35,9 @@ _TIMEOUTS: dict[Reason, str] = {
     Reason.CLIENT_WRITE_TIMEOUT: "The caller did not read the answer.",
 }
 _VERSION = b"anthropic-version"
+_PLACE_LOST = Refusal(
+    Reason.BACKEND_UNAVAILABLE, "The place on the backend was given to others before the request was sent.", retry_after_s=1.0
+)
 
 
 class Backends(Protocol):
@@ -90,6 +93,9 @@ class Dispatch:
         if job.caller_due is not None and now >= job.caller_due:
             upstream.give_back(connection)
             return Reason.CALLER_DEADLINE
+        if not grant.may_dispatch(now):
+            upstream.give_back(connection)
+            raise Refused(_PLACE_LOST)
         salt = job.tenant.cache_salt if parsed.form is None else None  # every JSON route of vLLM takes one
         body = parsed.forward(output_limit=job.limit_written, cache_salt=salt, user_key=job.rules.user_key)
         kind = b"application/json" if parsed.form is None else job.incoming.fields[b"content-type"]

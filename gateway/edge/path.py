@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from typing import Protocol
@@ -66,6 +66,7 @@ class DataPath:
         journal: Journal,
         retries: RetryBudget,
         upstreams: Callable[[], Iterable[Upstream]],
+        confirm: Callable[[Grant], Awaitable[Grant]] | None = None,
     ) -> None:
         self.rules = rules
         self.bounds = bounds
@@ -80,6 +81,7 @@ class DataPath:
         self._journal = journal
         self._retries = retries
         self._upstreams = upstreams
+        self._confirm = confirm  # has a grant agreed with the other replicas, where there are any
         self._numbers = count(1)
         self._prefix = secrets.token_hex(6)
         self._dispatch = Dispatch(backends, metrics, self._attempt_id)
@@ -115,10 +117,13 @@ class DataPath:
         answer = self._controller.request(demand, time.monotonic())
         if isinstance(answer, Refusal):
             raise Refused(answer)
-        if not isinstance(answer, Grant):
+        if not isinstance(answer, Grant) or self._confirm is not None:
             entered = time.monotonic()
             try:
-                answer = await self._controller.wait(answer)
+                if not isinstance(answer, Grant):
+                    answer = await self._controller.wait(answer)
+                if self._confirm is not None:
+                    answer = await self._confirm(answer)
             finally:
                 job.exchange.queue_s += time.monotonic() - entered
         exchange = job.exchange

@@ -47,7 +47,7 @@ class Tally:
 class Bay:
     """A backend's place in the controller."""
 
-    __slots__ = ("breaker", "gate", "hash", "listed", "live", "name", "occupancy", "open", "salt", "tallies")
+    __slots__ = ("breaker", "gate", "hash", "listed", "live", "name", "occupancy", "open", "salt", "tallies", "whole")
 
     def __init__(self, name: str, breaker: Breaker) -> None:
         self.name = name
@@ -56,6 +56,7 @@ class Bay:
         self.gate: Gate = UNSEEN
         self.listed = False  # named by the present policy
         self.open = False
+        self.whole: Open | None = None  # the open gate before it was divided among replicas that cannot agree
         self.hash = ""
         self.occupancy = Occupancy(_NOTHING)
         self.live: dict[Grant, None] = {}

@@ -15,6 +15,7 @@ from gateway.flow.breaker import Permit, Result, State
 from gateway.flow.demand import Demand, SettledTwice
 from gateway.flow.lanes import Tenant
 from gateway.flow.shape import Shape
+from gateway.flow.waiting import Waiting
 
 
 class Settler(Protocol):
@@ -25,14 +26,22 @@ class Settler(Protocol):
     def after_give_back(self, grant: Grant, now: float) -> None: ...
 
 
+class Lease(Protocol):
+    """What the shared state has agreed to, where there is one."""
+
+    def dispatch(self, now: float) -> bool: ...
+
+    def end(self, refund: float) -> None: ...
+
+
 class Grant:
     """`record`: id of the narrowest record that holds the request and everything beside it. `queue_s`: seconds waited.
 
     `tokens`: reserved by the whole request. `cost`: charged to the tenant's virtual time.
     """
 
-    __slots__ = ("_bay", "_owner", "_permit", "_tally", "blocks", "cost", "decoding", "demand", "hash", "mask", "queue_s",
-                 "record", "settled", "shape", "tenant", "tokens")  # fmt: skip
+    __slots__ = ("_bay", "_owner", "_permit", "_tally", "blocks", "cost", "decoding", "demand", "hash", "lease", "mask",
+                 "place", "queue_s", "record", "settled", "shape", "tenant", "tokens")  # fmt: skip
 
     def __init__(self, demand: Demand, bay: Bay, mask: int, blocks: int, permit: Permit, queue_s: float, owner: Settler) -> None:
         """Count it in flight on `bay`, whose occupancy must have room for it."""
@@ -49,6 +58,8 @@ class Grant:
         self.tokens = tokens
         self.cost = tokens * occupancy.envelope.factor(mask)
         self.tenant: Tenant | None = None
+        self.place: Waiting | None = None  # where it waited, if it did
+        self.lease: Lease | None = None
         self.decoding = False
         self.settled = False
         self._bay = bay
@@ -95,16 +106,26 @@ class Grant:
     def settle(self, now: float, input_tokens: int | None = None, output_tokens: int | None = None) -> None:
         """The response has ended. Token counts are the whole request's, None where nothing is known (the reservation
         stands then). Raises SettledTwice, changing nothing, on a second call."""
-        self._release(now)
         used = None if input_tokens is None or output_tokens is None else input_tokens + output_tokens
+        self._release(now, 0.0 if used is None or used >= self.tokens else self.cost * (1 - used / self.tokens))
         self._owner.after_settle(self, now, used)
 
     def give_back(self, now: float) -> None:
         """Nobody took the grant: as if it had never been made. Raises SettledTwice like `settle`."""
-        self._release(now)
+        self._release(now, self.cost)
         self._owner.after_give_back(self, now)
 
-    def _release(self, now: float) -> None:
+    def put_back(self, now: float) -> None:
+        """Another replica holds the room: what was counted is uncounted, the request goes on waiting."""
+        self._release(now, self.cost)
+        if self.tenant is not None:
+            self.tenant.charge(-self.cost)
+
+    def may_dispatch(self, now: float) -> bool:
+        """Whether it may be sent now: false when the shared state may have given its room to others since."""
+        return self.lease is None or self.lease.dispatch(now)
+
+    def _release(self, now: float, refund: float) -> None:
         if self.settled:
             raise SettledTwice(f"a grant on {self.backend} was settled twice")
         self.settled = True
@@ -113,6 +134,8 @@ class Grant:
             self.report(Result.IGNORED, now)
         del bay.live[self]
         bay.occupancy.remove(self.mask, sequences, self.blocks)
+        if self.lease is not None:
+            self.lease.end(refund)
         if self.decoding:
             self._tally.decode -= sequences
         else:

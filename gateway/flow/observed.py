@@ -49,6 +49,7 @@ class ObservedGrant(Grant):
         self.hash = bay.hash
         self.record = decision.record if isinstance(decision, Grant) else ""
         self.settled = False
+        self.lease = None  # nothing is asked of other replicas: nothing is held back
         self._bay = bay
         self._permit = decision.take_permit() if isinstance(decision, Grant) else bay.breaker.allow(now)
         self._decision = decision

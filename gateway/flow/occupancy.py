@@ -20,11 +20,24 @@ class OccupancyError(PlimsollError):
 class Occupancy:
     """Counts for one backend. A request is given as its mask (from its envelope), sequences and KV blocks."""
 
-    __slots__ = ("_outside", "blocks", "envelope", "foreign", "possible", "requests", "sequences")
+    __slots__ = (
+        "_outside",
+        "allowed",
+        "blocks",
+        "envelope",
+        "foreign",
+        "others",
+        "others_blocks",
+        "possible",
+        "requests",
+        "sequences",
+    )
 
     def __init__(self, envelope: Envelope) -> None:
         self.envelope = envelope
         self.foreign = 0  # sequences of unknown origin, under the policy `foreign: count`
+        self.others = self.others_blocks = 0  # what other replicas are known to hold, while something waits for it here
+        self.allowed = envelope.everything  # the boxes that hold what all replicas have in flight, as far as is known
         self._clear()
 
     def _clear(self) -> None:
@@ -64,25 +77,33 @@ class Occupancy:
 
     def fits(self, mask: int, sequences: int, blocks: int) -> bool:
         """The rule: one box holds this and everything in flight, in size and number, and the KV budget holds."""
-        mask &= self.possible
+        mask &= self.possible & self.allowed
         if not mask:
             return False
         envelope = self.envelope
-        if self.sequences + self.foreign + sequences > envelope.caps[(mask & -mask).bit_length() - 1]:
+        if self.sequences + self.foreign + self.others + sequences > envelope.caps[(mask & -mask).bit_length() - 1]:
             return False
-        return envelope.budget_blocks is None or self.blocks + blocks <= envelope.budget_blocks
+        return envelope.budget_blocks is None or self.blocks + self.others_blocks + blocks <= envelope.budget_blocks
 
     def room(self, mask: int) -> int:
         """Sequences of this mask that could still be added, budget aside; never negative."""
-        return max(0, self.envelope.cap(mask & self.possible) - self.sequences - self.foreign)
+        return max(0, self.envelope.cap(mask & self.possible & self.allowed) - self.sequences - self.foreign - self.others)
 
     def full(self) -> bool:
         """Whether no request of any shape could be added."""
-        return self.sequences + self.foreign >= self.envelope.cap(self.possible)
+        return self.sequences + self.foreign + self.others >= self.envelope.cap(self.possible & self.allowed)
+
+    def beside(self, sequences: int, blocks: int, allowed: int) -> None:
+        """What other replicas hold, as the shared state has just told."""
+        self.others, self.others_blocks, self.allowed = sequences, blocks, allowed
+
+    def alone(self) -> None:
+        """Nothing is known of other replicas: the shared state is asked before anything is sent."""
+        self.beside(0, 0, self.envelope.everything)
 
     def to_drain(self, mask: int, sequences: int) -> int:
         """How much of what is in flight must end before the request could fit: the least over its boxes."""
-        over = self.sequences + self.foreign + sequences
+        over = self.sequences + self.foreign + self.others + sequences
         needs = [max(self._outside[index], over - cap, 0) for index, cap in enumerate(self.envelope.caps) if mask >> index & 1]
         return min(needs, default=over)
 
@@ -101,5 +122,6 @@ class Occupancy:
         """Another envelope for the same engine: count again what is in flight, by its masks in the new one."""
         self.envelope = envelope
         self._clear()
+        self.alone()  # the masks of others were of the old envelope
         for mask, sequences, blocks in in_flight:
             self.add(mask, sequences, blocks)

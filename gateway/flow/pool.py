@@ -92,6 +92,9 @@ class Pool:
         """Take an entry out of the queue."""
         self.levels[entry.demand.priority].remove(entry, phase)
         self.waiting -= 1
+        if not self.waiting:
+            for bay in self.bays:
+                bay.occupancy.alone()
 
     def unload(self) -> list[Waiting]:
         """Empty the queue, keeping virtual times; returns what waited."""

@@ -27,8 +27,8 @@ class Phase(Enum):
 class Waiting:
     """One request in the queue; the handle that `Controller.wait` and `leave` take."""
 
-    __slots__ = ("blocks", "cost", "deadline", "demand", "enqueued_at", "future", "hold", "masks", "order", "passed", "phase",
-                 "result", "route", "share", "size", "tenant")  # fmt: skip
+    __slots__ = ("blocks", "cost", "deadline", "demand", "enqueued_at", "future", "hold", "masks", "name", "order", "passed",
+                 "phase", "result", "route", "share", "size", "tenant")  # fmt: skip
 
     def __init__(self, demand: Demand, route: Route, order: int, now: float) -> None:
         self.demand = demand
@@ -43,6 +43,7 @@ class Waiting:
         self.cost = 0.0
         self.size = 0  # see `size_class`
         self.passed = 0
+        self.name = ""  # of the lease it asks for, where replicas share one limit
         self.hold: str | None = None  # the backend whose room is held for this one
         self.phase = Phase.WAITING
         self.result: Any = None

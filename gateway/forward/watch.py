@@ -13,9 +13,9 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import httpx
 
@@ -52,6 +52,13 @@ class Observation:
     foreign: int | None = None
     engine: str | None = None
     problem: str | None = "not asked yet"
+
+
+class Counted(NamedTuple):
+    """The backend's own count of requests in flight by gateway, and when it was asked for (monotonic seconds)."""
+
+    asked_at: float
+    by_gateway: Mapping[str, int]
 
 
 class Watch:
@@ -95,6 +102,7 @@ class Watch:
         self._client, self._base = http_client(config.url, self.upstream.endpoint, instance)
         self._sightings = Sightings()
         self._wake = asyncio.Event()
+        self.counted: Counted | None = None  # by the latest poll; None where nobody counts, or not for the whole engine
         self.iterations: int | None = None  # of the engine, while something of ours is in flight; None: not known
 
     # Polling
@@ -116,8 +124,12 @@ class Watch:
 
     async def poll(self) -> None:
         """One look at the backend; `on_change` hears of it when anything differs."""
+        asked_at = self._clock()
         try:
-            found = self._learned(await self._identity())
+            seen = await self._identity()
+            found = self._learned(seen)
+            whole = seen.source == "attested" and (seen.api_processes or 1) == 1  # each API process counts its own
+            self.counted = Counted(asked_at, dict(seen.gateway_in_flight)) if whole else None
         except IdentityError as error:
             found = self._unanswered(error)
         if self._busy():

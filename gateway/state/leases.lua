@@ -198,7 +198,8 @@ local function set_head(text)
 end
 
 -- Tell the replica whose head is next and fits that it may come. A head that was woken and did not come loses its turn.
-local function wake_next()
+-- Whether it is the caller's own, which is told by the answer (`loud`: by a message like the others).
+local function wake_next(loud)
   local list = heads()
   local best = nil
   for _, head in ipairs(list) do
@@ -208,13 +209,14 @@ local function wake_next()
       if not best or before(head.ask, head.since, best.ask, best.since, list) then best = head end
     end
   end
-  if best and best.who ~= owner then
+  if best and (loud or best.who ~= owner) then
     if best.woken == 0 then
       best.woken = now
       put_head(best)
     end
     redis.call('PUBLISH', CHANNEL, best.who .. ' ' .. view(best.who, best.ask[DIGEST]))
   end
+  return best ~= nil and best.who == owner
 end
 
 -- Who stands before this request: 'behind' one that fits now, or 'held' for one that was passed often enough.
@@ -284,6 +286,7 @@ local function acquire(text, next_text)
 end
 
 local function settle(id, refund, digest)
+  local mine = false
   local value = redis.call('HGET', LEA, id)
   if value and string.match(value, '^[^\n]*') == owner then
     local ask = drop(id, value)
@@ -292,9 +295,9 @@ local function settle(id, refund, digest)
       set_vtime(ask[PRIO], ask[TENANT], vtime(ask[PRIO], ask[TENANT]) - back / ask[WEIGHT])
     end
     keep()
-    if redis.call('EXISTS', HEAD) == 1 then wake_next() end
+    if redis.call('EXISTS', HEAD) == 1 then mine = wake_next() end
   end
-  return {'ok', view(owner, digest)}
+  return {mine and 'next' or 'ok', view(owner, digest)}
 end
 
 local function learn(digest, text)
@@ -380,8 +383,10 @@ local function beat(digest, env, head, held)
   local found = suspects()
   set_head(head)
   keep()
-  if redis.call('EXISTS', HEAD) == 1 then wake_next() end
-  return {'ok', view(owner, digest), whole(redis.call('HLEN', OWN)), unpack(found)}
+  local mine = redis.call('EXISTS', HEAD) == 1 and wake_next()
+  local lives_now = {}
+  for _, who in ipairs(redis.call('HKEYS', OWN)) do if alive(who) then lives_now[#lives_now + 1] = who end end
+  return {mine and 'next' or 'ok', view(owner, digest), table.concat(lives_now, ','), table.concat(found, ',')}
 end
 
 local function release(who)
@@ -391,7 +396,7 @@ local function release(who)
   end
   forget(who)
   keep()
-  if redis.call('EXISTS', HEAD) == 1 then wake_next() end
+  if redis.call('EXISTS', HEAD) == 1 then wake_next(true) end
   return {'ok', '0 0 -'}
 end
 

@@ -114,6 +114,7 @@ class Verdict(StrEnum):
     COLD = "cold"  # the store has lost its memory or sees strangers; again after `retry_s`
     UNREGISTERED = "unregistered"  # beat with everything held, then again
     OK = "ok"
+    NEXT = "next"  # as OK, and the asker's own head may come
     ALIVE = "alive"  # there was nothing to reap
 
 
@@ -133,12 +134,12 @@ class View(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """`view` is the store's at that instant. `replicas` and `suspects` are told by `beat`; `retry_s` with COLD."""
+    """`view` is the store's at that instant. `owners` (that live) and `suspects` are told by `beat`; `retry_s` with COLD."""
 
     verdict: Verdict
     view: View
     retry_s: float = 0.0
-    replicas: int = 0
+    owners: tuple[str, ...] = ()
     suspects: tuple[str, ...] = ()
 
 

@@ -104,12 +104,12 @@ class MemoryLeases:
 
     def settle(self, backend: str, lease: str, rules: Rules, refund: float) -> asyncio.Future[Answer]:
         berth, now = self._begin(backend)
-        held = berth.leases.get(lease)
+        held, mine = berth.leases.get(lease), False
         if held is not None and held.owner == self.owner:
             del berth.leases[lease]
             berth.vtime[held.ask.priority, held.ask.tenant] -= refund / held.ask.weight
-            self._wake_next(backend, berth, now)
-        return _done(Answer(Verdict.OK, self._view(berth, self.owner, rules)))
+            mine = self._wake_next(backend, berth, now)
+        return _done(Answer(Verdict.NEXT if mine else Verdict.OK, self._view(berth, self.owner, rules)))
 
     def beat(self, backend: str, rules: Rules, head: Ask | None, held: list[Ask] | None) -> asyncio.Future[Answer]:
         berth, now = self._begin(backend)
@@ -126,9 +126,10 @@ class MemoryLeases:
         berth.owners[self.owner] = (now + self._state.lease_s, self._session)
         suspects = _expire(berth, now)
         self._set_head(berth, head, now)
-        self._wake_next(backend, berth, now)
+        mine = self._wake_next(backend, berth, now)
         view = self._view(berth, self.owner, rules)
-        return _done(Answer(Verdict.OK, view, replicas=len(berth.owners), suspects=suspects))
+        living = tuple(owner for owner, (until, _) in berth.owners.items() if until > now)
+        return _done(Answer(Verdict.NEXT if mine else Verdict.OK, view, owners=living, suspects=suspects))
 
     def reap(self, backend: str, owner: str) -> asyncio.Future[Answer]:
         berth, now = self._begin(backend)
@@ -156,7 +157,7 @@ class MemoryLeases:
             del berth.leases[lease]
         berth.owners.pop(owner, None)
         berth.heads.pop(owner, None)
-        self._wake_next(backend, berth, now)
+        self._wake_next(backend, berth, now, loud=True)
         return _done(Answer(Verdict.OK, _NOTHING))
 
     def _grant(self, berth: Berth, ask: Ask, following: Ask | None, now: float) -> None:
@@ -200,20 +201,22 @@ class MemoryLeases:
             elif owner != self.owner and not _turn_lost(head, now):
                 yield head
 
-    def _wake_next(self, backend: str, berth: Berth, now: float) -> None:
+    def _wake_next(self, backend: str, berth: Berth, now: float, *, loud: bool = False) -> bool:
+        """Tell the replica whose head is next that it may come; True when that is the caller, which its answer tells."""
         for owner, head in list(berth.heads.items()):
             if _turn_lost(head, now) or berth.owners.get(owner, (0.0, 0))[0] <= now:
                 del berth.heads[owner]
         fitting = [(_key(berth, h.ask, h.since), owner) for owner, h in berth.heads.items() if _fits(berth, h.ask)]
         if not fitting:
-            return
+            return False
         owner = min(fitting)[1]
         head = berth.heads[owner]
-        if owner != self.owner:
+        if loud or owner != self.owner:
             head.woken = now if head.woken is None else head.woken
             wake = self._state.wakes.get(owner)
             if wake is not None:
                 wake(backend, self._view(berth, owner, head.ask.rules))
+        return owner == self.owner
 
     @staticmethod
     def _view(berth: Berth, owner: str, rules: Rules) -> View:

@@ -121,7 +121,10 @@ class RedisLeases:
         if error is None:
             answer.set_result(_parse(sent.result()))
             return
-        answer.set_exception(StateLost(f"Redis refused: {error}") if isinstance(error, hiredis.ReplyError) else error)
+        if isinstance(error, hiredis.ReplyError):  # a defect, or another Redis than this needs: begin anew
+            error = StateLost(f"Redis refused: {error}")
+            self.link.fail(str(error))
+        answer.set_exception(error)
         answer.exception()  # whoever asked may have left: then nobody reads it
 
     def _names(self, backend: str) -> tuple[str, ...]:
@@ -136,6 +139,7 @@ def _parse(reply: list[bytes]) -> Answer:
     verdict, view = Verdict(reply[0].decode("ascii")), View.parse(reply[1])
     if verdict is Verdict.COLD:
         return Answer(verdict, view, retry_s=int(reply[2]) / 1000)
-    if verdict is Verdict.OK and len(reply) > 2:
-        return Answer(verdict, view, replicas=int(reply[2]), suspects=tuple(name.decode() for name in reply[3:]))
+    if len(reply) > 2:
+        owners, suspects = (tuple(text.decode().split(",")) if text else () for text in reply[2:4])
+        return Answer(verdict, view, owners=owners, suspects=suspects)
     return Answer(verdict, view)

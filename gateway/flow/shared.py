@@ -1,0 +1,141 @@
+"""The controller of one replica among several: what it grants is provisional until the shared state has agreed.
+
+Owns what the plain controller does not need: grants that go back to their place, what other replicas hold, the head of the
+queue that they see, and the time in which nothing can be agreed. Promises: as the controller; a request whose grant goes back
+keeps its arrival, its overtakings and its quota; what others hold is believed only while something waits here, for only then
+are there wake-ups that keep it true. Talks to: `gateway.replicas`, which does the asking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gateway.errors import Reason, Refusal
+from gateway.flow import refusals
+from gateway.flow.bay import Bay
+from gateway.flow.controller import Controller
+from gateway.flow.demand import Demand, Gate, Open
+from gateway.flow.envelope import Envelope
+from gateway.flow.grant import Grant
+from gateway.flow.waiting import Waiting
+
+_NOT_NOW = Refusal(Reason.BACKEND_UNAVAILABLE, "the state that the replicas share cannot be reached", retry_after_s=1.0)
+_OUT_OF_SLICE = frozenset({
+    Reason.OUT_OF_SLICE_INPUT, Reason.OUT_OF_SLICE_OUTPUT, Reason.OUT_OF_SLICE_SEQUENCES, Reason.NO_QUALIFIED_RECORD,
+})  # fmt: skip
+
+
+class SharedController(Controller):
+    """`Controller` with the calls that sharing needs."""
+
+    _drained: Refusal | None = None
+    _share = 1
+
+    # Without agreement
+
+    def drain(self, refusal: Refusal) -> None:
+        """As in the controller; it outlasts a suspension."""
+        self._drained = refusal
+        super().drain(refusal)
+
+    def suspend(self) -> Refusal:
+        """Nothing can be agreed: refuse all that wait and all that come until `resume`. The refusal that is told."""
+        if self._drained is None:
+            super().drain(_NOT_NOW)
+        return _NOT_NOW
+
+    def resume(self) -> None:
+        """Agreement is possible again."""
+        self._draining = self._drained
+
+    def divide(self, replicas: int) -> None:
+        """Without agreement, keep to a share of every limit (1: the whole); what is in flight stays counted."""
+        if replicas == self._share:
+            return
+        self._share = replicas
+        for bay in list(self._topology.bays.values()):
+            if bay.whole is not None:
+                self.set_backend(bay.name, bay.whole)
+
+    def set_backend(self, name: str, gate: Gate) -> None:
+        """As in the controller, with the share of the limits that is in force."""
+        bay = self._topology.bay(name)
+        bay.whole = gate if isinstance(gate, Open) else None
+        super().set_backend(name, divided(gate, self._share) if isinstance(gate, Open) else gate)
+
+    def decide(self, demand: Demand, now: float) -> Grant | Waiting | Refusal:
+        """As in the controller; what only a share of the limits is too small for may be tried again."""
+        answer = super().decide(demand, now)
+        if self._share > 1 and isinstance(answer, Refusal) and answer.reason in _OUT_OF_SLICE:
+            bays = map(self._topology.bay, demand.backends)
+            if any(bay.whole is not None and bay.whole.envelope.place(demand.shape) for bay in bays):
+                return _NOT_NOW
+        return answer
+
+    # With agreement
+
+    def put_back(self, grant: Grant, now: float) -> Waiting | Refusal:
+        """The room of a grant is held elsewhere: the request goes on waiting at its old place, or is refused."""
+        grant.put_back(now)
+        demand, place = grant.demand, grant.place
+        route = self._topology.route(demand.backends, now)
+        if place is None:
+            waiting = Waiting(demand, route, self._arrivals, now)
+            self._arrivals += 1
+        else:
+            waiting = Waiting(demand, route, place.order, place.enqueued_at)
+            waiting.passed, waiting.hold, waiting.name = place.passed, place.hold, place.name
+        route.pool.plan(waiting)
+        refusal = self._draining or refusals.hopeless(route, demand, waiting.masks, now)
+        if refusal is None and place is None:
+            refusal = self._too_much(route.pool, waiting, now)
+        if refusal is not None:
+            self._quotas.undo(demand)
+            self._trigger(route, demand, refusal)
+            return refusal
+        route.pool.add(waiting, now)
+        self._backlog.add(waiting)
+        return waiting
+
+    def beside(self, name: str, sequences: int, blocks: int, allowed: int) -> None:
+        """What the other replicas hold on a backend; then whatever may go now, goes. Without a queue it is not kept."""
+        bay = self._topology.bay(name)
+        now = self._clock()
+        for pool in self._topology.pools_of(bay):
+            if pool.waiting:
+                bay.occupancy.beside(sequences, blocks, allowed)
+                self._pump(pool, now)
+
+    def fits(self, grant: Grant) -> bool:
+        """Whether, by what is known here, there would be room for a grant that has gone back."""
+        return self._topology.bay(grant.backend).occupancy.fits(grant.mask, grant.shape.sequences, grant.blocks)
+
+    def head(self, name: str) -> tuple[Waiting, int] | None:
+        """The first in order of those that could go to a backend, room aside, and its mask there."""
+        bay = self._topology.bay(name)
+        for pool in self._topology.pools_of(bay):
+            for level in pool.ranked if pool.waiting else ():
+                first = level.first(level.usable([bay]))
+                if first is not None and bay in first.route.bays:
+                    return first, first.masks[first.route.bays.index(bay)]
+        return None
+
+    def envelope(self, name: str) -> Envelope | None:
+        """The whole envelope of a backend whose gate is open."""
+        bay = self._topology.bay(name)
+        return bay.whole.envelope if bay.whole is not None and bay.listed else None
+
+    def waits_for(self, name: str) -> bool:
+        """Whether anything waits in the queue that a backend serves."""
+        bay: Bay = self._topology.bay(name)
+        return any(pool.waiting for pool in self._topology.pools_of(bay))
+
+
+def divided(gate: Open, replicas: int) -> Open:
+    """The gate with every concurrency and the budget divided; boxes of which nothing is left are closed."""
+    if replicas <= 1:
+        return gate
+    envelope = gate.envelope
+    boxes = (box._replace(concurrency=box.concurrency // replicas) for box in envelope.boxes)
+    budget = None if envelope.kv_tokens is None else envelope.kv_tokens // replicas
+    return replace(gate, envelope=Envelope(tuple(box for box in boxes if box.concurrency), budget, envelope.block_size))
