@@ -16,7 +16,7 @@ from tests.live.counting import differences
 from tests.live.harness import MODELS, VllmServer
 from tests.live.qualified import EngineView, Qualified, gate_is, gateway_before
 from tests.support.attested import AttestedGateway, Box, record_from
-from tests.support.client import KEY
+from tests.support.client import KEY, within
 from tests.support.gateway import KEYS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -66,12 +66,12 @@ async def generated(server: VllmServer) -> int:
 async def test_a_restart_with_other_flags_under_load(drifting: VllmServer, qualified: Qualified) -> None:
     async with gateway_before(drifting, qualified.folder / "drift", qualified.raw) as gateway:
         async with Load(gateway) as load:
-            await asyncio.sleep(1)
-            assert load.told["200"] and await generated(drifting) > 0
+            await within(30, lambda: load.told["200"] >= WORKERS, "the gateway serves")
+            assert await generated(drifting) > 0
             await asyncio.to_thread(drifting.restart, *drifting.flags, "--max-num-seqs", "8")
             await gate_is(gateway, "configuration_changed", 30)
             load.told.clear()
-            await asyncio.sleep(2)
+            await within(30, lambda: load.told.total() >= 5 * WORKERS, "the clients have come again")
             assert set(load.told) == {"configuration_changed"}
         assert await generated(drifting) == 0, "nothing was dispatched to what nobody has measured"
         await refused_and_told(gateway)
@@ -98,7 +98,7 @@ async def reopened(gateway: AttestedGateway, server: VllmServer) -> None:
     assert pushed.status_code == 201, pushed.text
     await gate_is(gateway, "open", 30)
     async with Load(gateway) as load:
-        await asyncio.sleep(1)
+        await within(30, lambda: load.told["200"] >= WORKERS, "the gateway serves")
     assert set(load.told) == {"200"}
     assert await generated(server) > 0
 

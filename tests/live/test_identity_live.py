@@ -19,6 +19,7 @@ import pytest
 import rfc8785
 
 from tests.live.conftest import Start
+from tests.live.counting import differences
 from tests.live.harness import MODELS, VllmServer
 
 CHAT = "/v1/chat/completions"
@@ -159,6 +160,14 @@ def test_length_dtype_memory_share_and_model_are_in_the_hash(vllm_server: VllmSe
     assert changed(old, new) == named
     assert new["server_configuration_hash"] != old["server_configuration_hash"]
     assert new["identity"]["model_revision"] != old["identity"]["model_revision"]
+
+
+async def test_counts_with_the_nfc_tokenizer_that_runs_now(second: VllmServer) -> None:
+    """No start of its own: the test before has left the server with that model."""
+    assert second.model == MODELS / "nfc"
+    compared, found = await differences(second)
+    assert compared > 500
+    assert found == []
 
 
 def _copy(source: Path, target: Path) -> Path:
