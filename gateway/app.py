@@ -37,6 +37,7 @@ from gateway.fleet import Fleet
 from gateway.flow.controller import Controller
 from gateway.flow.shape import Shape
 from gateway.forward.upstream import Upstream
+from gateway.forward.watch import Counted
 from gateway.gauges import Facts, Gauges
 from gateway.ledgers import Accounts
 from gateway.observe.audit import AuditLog
@@ -45,6 +46,7 @@ from gateway.observe.metrics import Metrics, Names
 from gateway.observe.retest_file import LedgerFile
 from gateway.observe.tracing import open_tracer
 from gateway.queue_time import check_queue_times, queue_s
+from gateway.sharing import Sharing
 
 log = logging.getLogger("plimsoll")
 
@@ -65,7 +67,6 @@ class App:
         self.instance = f"plimsoll-{secrets.token_hex(6)}"
         self.policy, self.policy_file = policy, policy_file
         self.policy_error: str | None = None
-        self.degraded = False
         self.store = RecordStore(policy.records)
         self._report: StoreReport | None = None
         self._store_error: str | None = None
@@ -79,7 +80,12 @@ class App:
         self._ledger_file = LedgerFile(policy.records / f".retest-{policy.server.listen.replace(':', '-')}.json")
         self.ledger = self._ledger_file.ledger
         self.pool = CountPool()
-        self.controller = Controller(policy.queue, time.monotonic, self._trigger, policy.breaker)
+        self.sharing = self._sharing() if policy.state.url != "memory" else None
+        self.controller = (
+            self.sharing.controller
+            if self.sharing is not None
+            else Controller(policy.queue, time.monotonic, self._trigger, policy.breaker)
+        )
         self.controller.set_enforcement(observe=policy.enforcement == "observe")
         self.fleet = Fleet(
             self.controller,
@@ -104,6 +110,7 @@ class App:
             journal=accounts,
             retries=self.retries,
             upstreams=self._upstreams,
+            confirm=self.sharing.confirm if self.sharing is not None else None,
         )
         facts = Facts(
             classes=lambda: tuple(self.policy.queue.classes),
@@ -126,6 +133,18 @@ class App:
         """Whether new work is refused."""
         return self.path.draining
 
+    @property
+    def degraded(self) -> bool:
+        """Whether the state that replicas share cannot be reached."""
+        return self.sharing is not None and self.sharing.degraded
+
+    def _sharing(self) -> Sharing:
+        def count_of(backend: str) -> Counted | None:
+            berth = self.fleet.berths.get(backend)
+            return berth.watch.counted if berth is not None else None
+
+        return Sharing(lambda: self.policy, self.instance, self._trigger, count_of, lambda: tuple(self.fleet.berths))
+
     # Life
 
     async def start(self) -> None:
@@ -135,9 +154,13 @@ class App:
         self.fleet.apply(self.policy)
         for work in (self.path.run, self.private.run, self.fleet.run, self._look):
             self._tasks.append(asyncio.create_task(work()))
+        if self.sharing is not None:
+            self._tasks.append(asyncio.create_task(self.sharing.run()))
 
     async def close(self) -> None:
         """Stop everything that runs, and write what has to be kept."""
+        if self.sharing is not None:
+            await self.sharing.leave()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
