@@ -22,8 +22,9 @@ from gateway.credentials import backend_key
 from gateway.desk import Desk
 from gateway.edge.admin import admin_app
 from gateway.edge.intake import Intake
-from gateway.edge.keys import FailureLimiter
+from gateway.edge.keys import FailureLimiter, KeyRing
 from gateway.edge.local import local_app
+from gateway.edge.oidc import Tokens
 from gateway.edge.path import DataPath
 from gateway.edge.private import Private
 from gateway.edge.protocol import Bounds
@@ -96,6 +97,7 @@ class App:
             counting=Counting(self.pool),
             on_gate=self._refresh_rules,
         )
+        self.tokens = Tokens(policy.oidc)
         self.rules = self._rules()
         self.retries = RetryBudget(policy.retries, time.monotonic())
         limiter = FailureLimiter()  # one allowance, whichever route the bad key was tried on
@@ -151,8 +153,9 @@ class App:
         """Read the records, put the policy in force, begin to watch and to tick."""
         self._ledger_file.check()
         await self.look_at_records()
+        await self.tokens.refresh()
         self.fleet.apply(self.policy)
-        for work in (self.path.run, self.private.run, self.fleet.run, self._look):
+        for work in (self.path.run, self.private.run, self.fleet.run, self.tokens.run, self._look):
             self._tasks.append(asyncio.create_task(work()))
         if self.sharing is not None:
             self._tasks.append(asyncio.create_task(self.sharing.run()))
@@ -198,6 +201,7 @@ class App:
             if old != new:
                 log.warning("%s cannot be changed while running: %s stays in force until a restart", name, old)
         self.policy, self.store = fresh, RecordStore(fresh.records)
+        self.tokens.configure(fresh.oidc)
         self.metrics.set_names(_names(fresh))
         self.controller.set_limits(fresh.queue, fresh.breaker)
         self.controller.set_enforcement(observe=fresh.enforcement == "observe")
@@ -208,7 +212,9 @@ class App:
 
     def _rules(self) -> PathRules:
         waits = {n: queue_s(m, self.policy.timeouts.queue_s, self.fleet.boxes(n)) for n, m in self.policy.models.items()}
-        return PathRules.from_policy(self.policy, secret=self._secret, queue_s=waits)
+        return PathRules.from_policy(
+            self.policy, secret=self._secret, queue_s=waits, keys=KeyRing.from_policy(self.policy, tokens=self.tokens.find)
+        )
 
     def _refresh_rules(self) -> None:
         """Waits follow from the records in force, so a gate that changes makes new rules too."""

@@ -16,16 +16,10 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gateway.errors import PlimsollError
+from gateway.policy_base import Digest, Name, PolicyError, Positive, Seconds
+from gateway.policy_oidc import Oidc
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$")]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-Positive = Annotated[int, Field(ge=1, lt=2**53)]
-
-
-class PolicyError(PlimsollError):
-    """The policy cannot be used; the message names the file, the field and what is wrong with it."""
+__all__ = ["Oidc", "Policy", "PolicyError", "load", "parse"]
 
 
 class _Section(BaseModel):
@@ -260,6 +254,7 @@ class Policy(_Section):
     retries: Retries = Retries()
     tenants: dict[Name, Tenant] = {}
     keys: tuple[Key, ...] = ()
+    oidc: Oidc | None = None
     journal: Journal = Journal()
     audit: Audit = Audit()
     tracing: Tracing = Tracing()

@@ -52,6 +52,8 @@ def check(file: Annotated[Path, typer.Argument(help="The policy file.")], as_jso
 def _notes(rules: policies.Policy) -> list[str]:
     """What is legal and still worth a second look."""
     roles = {key.role for key in rules.keys}
+    if rules.oidc is not None:
+        roles |= set(rules.oidc.roles.values()) or {"client"}
     notes = [f"no key has the role {role}: nobody can {what}" for role, what in _NEEDS.items() if role not in roles]
     if rules.enforcement == "observe":
         notes.append("enforcement is observe: nothing is refused for lack of evidence, it is only counted")
@@ -222,4 +224,4 @@ def _screen(gateway: str, key: str) -> RenderableType:
 
 
 def _rows(found: Any) -> list[dict[str, Any]]:
-    return list(found["refusals"])
+    return list(found["requests"])

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, Literal
@@ -47,6 +47,9 @@ class Principal:
     role: Role
     tenant: str | None
     expires: float | None
+
+
+FindToken = Callable[[bytes, bytes], Principal | None]  # digest and token to whose it is
 
 
 def new_key() -> tuple[str, str]:
@@ -87,27 +90,46 @@ def credentials(headers: Iterable[tuple[bytes, bytes]]) -> bytes | Conflict | No
 
 
 class KeyRing:
-    """The keys of one policy. Immutable: a reload makes another ring."""
+    """The keys of one policy. Immutable: a reload makes another ring.
 
-    __slots__ = ("_by_digest", "_wall")
+    `tokens` is asked for what is not among the keys; a token of a tenant that the policy does not name (`tenants`) is not good.
+    """
 
-    def __init__(self, entries: Iterable[tuple[bytes, Principal]], *, wall: Callable[[], float] = time.time) -> None:
+    __slots__ = ("_by_digest", "_tenants", "_tokens", "_wall")
+
+    def __init__(
+        self,
+        entries: Iterable[tuple[bytes, Principal]],
+        *,
+        wall: Callable[[], float] = time.time,
+        tokens: FindToken | None = None,
+        tenants: Collection[str] = (),
+    ) -> None:
         self._by_digest: Final = {digest: (digest, principal) for digest, principal in entries}
         self._wall = wall
+        self._tokens = tokens
+        self._tenants: Final = frozenset(tenants)
 
     @classmethod
-    def from_policy(cls, policy: Policy, *, wall: Callable[[], float] = time.time) -> KeyRing:
+    def from_policy(cls, policy: Policy, *, wall: Callable[[], float] = time.time, tokens: FindToken | None = None) -> KeyRing:
         """The ring of a checked policy; `wall` gives Unix seconds, read only for keys that expire."""
-        return cls(((bytes.fromhex(key.hash.removeprefix("sha256:")), _principal(key)) for key in policy.keys), wall=wall)
+        entries = ((bytes.fromhex(key.hash.removeprefix("sha256:")), _principal(key)) for key in policy.keys)
+        return cls(entries, wall=wall, tokens=None if policy.oidc is None else tokens, tenants=policy.tenants)
 
     def find(self, token: bytes) -> Principal | None:
         """Whose key this is; None when unknown or expired."""
         digest = hashlib.sha256(token).digest()
         known = self._by_digest.get(digest)
         if known is None or not hmac.compare_digest(known[0], digest):
-            return None
+            return None if self._tokens is None else self._by_token(self._tokens, digest, token)
         principal = known[1]
         if principal.expires is not None and principal.expires <= self._wall():
+            return None
+        return principal
+
+    def _by_token(self, tokens: FindToken, digest: bytes, token: bytes) -> Principal | None:
+        principal = tokens(digest, token)
+        if principal is None or (principal.tenant is not None and principal.tenant not in self._tenants):
             return None
         return principal
 
