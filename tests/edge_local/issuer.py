@@ -21,9 +21,7 @@ ISSUER, AUDIENCE, NOW = "https://login.test", "plimsoll", 1_800_000_000.0
 def private(algorithm: str, number: int = 0):
     """A private key; each number another one."""
     if algorithm[:2] in ("RS", "PS"):
-        return rsa.generate_private_key(65_537, 2048)
-    if algorithm == "RSA1024":
-        return rsa.generate_private_key(65_537, 1024)
+        return rsa.generate_private_key(65_537, 1024 if algorithm == "RSA1024" else 2048)
     return ed25519.Ed25519PrivateKey.generate() if algorithm == "EdDSA" else ec.generate_private_key(ec.SECP256R1())
 
 
