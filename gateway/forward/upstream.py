@@ -138,6 +138,9 @@ class Upstream:
                 lambda: Connection(self), endpoint.host, endpoint.port,
                 ssl=endpoint.ssl, server_hostname=endpoint.server_name if endpoint.ssl else None,
             )  # fmt: skip
+        if not connection.reusable:  # lost, or its pool retired, between being made and being handed to us
+            connection.abort()
+            raise ConnectFailed(FailureKind.REFUSED, "the backend closed the connection as soon as it was made")
         return connection
 
     async def _attest(self, connection: Connection) -> None:

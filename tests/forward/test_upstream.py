@@ -306,6 +306,23 @@ async def test_nothing_listens():
     assert caught.value.kind is FailureKind.REFUSED
 
 
+@pytest.mark.parametrize("attest", [False, True])
+async def test_a_pool_that_is_retired_while_it_connects(attest):
+    """The connection is not handed out, and saying so is no defect: the request can go elsewhere."""
+
+    class Leaving(Upstream):
+        def opened(self, connection):
+            super().opened(connection)
+            self.retire()
+
+    async with serving(saying(response(b"ok"))) as server:
+        settings = {"api_key": None, "instance": "g", "connect_timeout_s": 2, "attest": attest}
+        upstream = Leaving(Endpoint.from_url(f"http://127.0.0.1:{server.port}"), **settings)
+        with pytest.raises(ConnectFailed) as failed:
+            await upstream.connect()
+        assert failed.value.may_retry
+
+
 async def test_unix_socket(tmp_path):
     path = tmp_path / "b.sock"
     async with serving(saying(response(b"ok")), unix_path=str(path)):
