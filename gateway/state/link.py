@@ -175,6 +175,7 @@ class Link(asyncio.Protocol):
                 await asyncio.sleep(pause)
                 pause = min(LAST_RETRY_S, pause * 2)
         finally:
+            self.up = False  # told to nobody: it is wanted
             self.fail("closed")
 
     async def _connect(self) -> str:

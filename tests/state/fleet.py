@@ -1,0 +1,137 @@
+"""Real gateways that share one real Redis, before a backend that counts: the whole of it, in processes of their own.
+
+Owns: the counting backend (attested, so that replicas learn its own count of each gateway), and replicas as processes. Promises:
+what the backend notes is what it saw, not what anybody claims; a request counts from its last byte to the end of its answer, or
+until its connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from gateway.evidence.canonical import digest
+from gateway.evidence.identity import identity_of
+from gateway.evidence.model_files import tokenizer_bundle
+from tests.support.attested import AttestedGateway, Box, record_from
+from tests.support.client import KEY, post, wire
+from tests.support.gateway import TOKENIZER, Backend, configuration_of
+from tests.support.upstream import Call, Gone, ScriptedUpstream
+
+SMALL, LARGE = Box(64, 64, 8), Box(2048, 256, 2)
+
+
+class CountingUpstream(ScriptedUpstream):
+    """`limits`: (largest prompt in characters, sequences) of each slice, smallest first. `service_s` draws the time of an answer."""
+
+    def __init__(self, service_s: Any, width: int = 8) -> None:
+        super().__init__()
+        self.service_s = service_s
+        self.document = configuration_of("shared", Backend(self, width))
+        self.hash = digest(self.document)
+        self.script = self._serve
+        self.running: dict[Call, tuple[str, int, bool]] = {}
+        self.peak = self.served = 0
+        self.violations: list[str] = []
+        self.release = asyncio.Event()  # ends the calls that hold
+        self.limits = {False: 8, True: 2}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The payload of GET /plimsoll/identity, as of now."""
+        stated = identity_of(self.document, self.hash)
+        counts: Counter[str] = Counter(gateway for gateway, _, _ in self.running.values())
+        return {
+            "schema": "plimsoll-identity/v1",
+            "server_configuration_hash": self.hash,
+            "identity": {
+                "model_revision": stated.model_revision, "vllm_version": stated.vllm_version,
+                "server_configuration_hash": self.hash, "hardware_profile": stated.hardware_profile,
+            },
+            "configuration": self.document,
+            "capabilities": {},
+            "runtime": {"engine_start_id": "e1", "started_at": "2026-01-01T00:00:00Z", "foreign_in_flight": 0,
+                        "gateway_in_flight": dict(counts), "api_processes": 1},
+        }  # fmt: skip
+
+    async def _stock(self, call: Call) -> None:
+        if call.path == "/plimsoll/identity":
+            await call.answer(json.dumps(self.identity).encode(), self._line)
+        elif call.path == "/plimsoll/tokenizer":
+            bundle = {**tokenizer_bundle(TOKENIZER, None), "chat_template_kwargs": {}}
+            await call.answer(json.dumps(bundle).encode(), self._line)
+        else:
+            await super()._stock(call)
+
+    @property
+    def _line(self) -> bytes:
+        return b"x-plimsoll-config: " + self.hash.encode()
+
+    async def _serve(self, call: Call) -> None:
+        body = call.json()
+        prompt = body["prompt"]
+        large = len(prompt) > 100
+        sequences = int(body.get("n") or 1)
+        self.running[call] = (call.fields["x-plimsoll-gateway"], sequences, large)
+        self._check()
+        try:
+            await self._hold(call, prompt)
+            done = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            answer = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "usage": done,
+                      "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}  # fmt: skip
+            del self.running[call]  # before the last byte can be seen
+            await call.answer(json.dumps(answer).encode(), self._line)
+            self.served += 1
+        finally:
+            self.running.pop(call, None)
+
+    async def _hold(self, call: Call, prompt: str) -> None:
+        """The time an answer takes; ended by the gateway's closing."""
+        seconds = None if prompt.startswith("hold") else self.service_s()
+        waits = [asyncio.create_task(call.peer.closed.wait())]
+        if seconds is None:
+            waits.append(asyncio.create_task(self.release.wait()))
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if call.closed:
+            raise Gone
+
+    def _check(self) -> None:
+        sequences = sum(count for _, count, _ in self.running.values())
+        self.peak = max(self.peak, sequences)
+        limit = self.limits[any(large for _, _, large in self.running.values())]
+        if sequences > limit:
+            self.violations.append(f"{sequences} sequences where {limit} were measured: {sorted(self.running.values())}")
+
+
+class ReplicaProcess(AttestedGateway):
+    """One `plimsoll serve` of several: `url` is that of Redis."""
+
+    def __init__(self, folder: Path, upstream: CountingUpstream, url: str, *, lease_s: float = 1.0, degraded: str = "closed",
+                 boxes: tuple[Box, ...] = (SMALL, LARGE), **sections: Any) -> None:  # fmt: skip
+        sections = {"timeouts": {"queue_s": 30, "execution_s": 20}, **sections}
+        state = {"url": url, "lease_s": lease_s, "degraded": degraded, "namespace": "test"}
+        super().__init__(
+            folder, {"a": upstream.url}, [record_from(upstream.identity, boxes)], {"tiny": ["a"]}, state=state, **sections
+        )
+
+    def policy(self) -> dict[str, Any]:
+        document = super().policy()
+        for model in document["models"].values():
+            model["token_budget"] = None
+        return document
+
+
+async def complete(port: int, prompt: str = "hello", key: str = KEY, timeout: float = 40, **fields: Any) -> int:
+    """One completion that is not streamed; its status, 0 when the connection broke."""
+    try:
+        async with wire(port) as client:
+            document = {"model": "tiny", "prompt": prompt, "max_tokens": 8, **fields}
+            await client.send(post(document, path="/v1/completions", key=key))
+            return (await client.response(timeout)).status
+    except (OSError, asyncio.IncompleteReadError, TimeoutError):
+        return 0

@@ -1,0 +1,137 @@
+"""Three replicas, one Redis, one limit, and everything that can go wrong with processes: the backend never sees too much.
+
+The short form runs with the other tests; the long one is marked slow. What is done to whom is drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.state.fleet import CountingUpstream, ReplicaProcess, complete
+from tests.support.client import within
+from tests.support.redis_server import RedisServer
+
+LEASE_S = 1.0
+LEASES = "plimsoll:{v1:test:a}:lea"
+
+
+class Chaos:
+    """Load on every replica, and one disturbance after the other."""
+
+    def __init__(self, upstream: CountingUpstream, redis: RedisServer, replicas: list[ReplicaProcess], seed: int) -> None:
+        self.upstream, self.redis, self.replicas = upstream, redis, replicas
+        self.draw = random.Random(seed)
+        self.statuses: dict[int, int] = {}
+        self.ended = asyncio.Event()
+
+    async def client(self, number: int) -> None:
+        """Requests of mixed sizes, one after the other, each to some replica."""
+        draw = random.Random(number)
+        while not self.ended.is_set():
+            replica = draw.choice(self.replicas)
+            prompt = "x" * (150 if draw.random() < 0.1 else 20)
+            n = draw.choice((1, 1, 1, 2)) if len(prompt) < 100 else 1
+            status = await complete(replica.port, prompt, n=n, timeout=20)
+            self.statuses[status] = self.statuses.get(status, 0) + 1
+            if status != 200:
+                await asyncio.sleep(0.02)
+
+    async def disturb(self, kind: str) -> None:
+        """One disturbance, from its beginning to its end."""
+        replica = self.draw.choice(self.replicas)
+        assert replica.process is not None
+        if kind == "freeze a replica":
+            replica.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(self.draw.uniform(0.5, 2.2) * LEASE_S)
+            replica.process.send_signal(signal.SIGCONT)
+        elif kind == "kill a replica":
+            replica.process.kill()
+            await replica.process.wait()
+            (replica.folder / "log").unlink()
+            await replica.start()
+        elif kind == "restart a replica":
+            await replica.stop()
+            (replica.folder / "log").unlink()
+            await replica.start()
+        elif kind == "freeze redis":
+            self.redis.freeze()
+            await asyncio.sleep(self.draw.uniform(0.3, 1.5) * LEASE_S)
+            self.redis.thaw()
+        elif kind == "flush redis":
+            self.redis.client.flushall()
+        elif kind == "restart redis":
+            self.redis.stop()
+            await asyncio.sleep(self.draw.uniform(0.1, 1.0))
+            await asyncio.to_thread(self.redis.start)
+        await asyncio.sleep(1.5 * LEASE_S)
+
+    async def run(self, kinds: list[str], clients: int) -> None:
+        load = [asyncio.create_task(self.client(number)) for number in range(clients)]
+        await asyncio.sleep(1.5)
+        for kind in kinds:
+            before = len(self.upstream.violations)
+            await self.disturb(kind)
+            assert self.upstream.violations[before:] == [], kind
+        served = self.upstream.served
+        await within(15, lambda: self.upstream.served > served + 20, "traffic flows again after all of it")
+        self.ended.set()
+        await asyncio.gather(*load)
+
+    async def nothing_left(self) -> None:
+        """Leases, queues and what is in flight are exactly nothing."""
+        for replica in self.replicas:
+            await replica.settled(10)
+        await within(10, lambda: self.redis.client.hlen(LEASES) == 0, "no lease is left")
+        counts = {
+            k: int(v) for k, v in self.redis.client.hgetall("plimsoll:{v1:test:a}:sum").items() if k[:1] in b"sbo" and b"|" in k
+        }
+        assert set(counts.values()) <= {0}, counts
+        for key in self.redis.client.scan_iter("plimsoll:*"):
+            assert self.redis.client.pttl(key) > 0, key
+
+
+async def chaos(service, folder: Path, kinds: list[str], clients: int, seed: int) -> Chaos:
+    redis = RedisServer(service("redis-server"), folder / "redis")
+    redis.start()
+    draw = random.Random(seed)
+    upstream = CountingUpstream(lambda: draw.uniform(0.02, 0.3))
+    await upstream.start()
+    replicas = [ReplicaProcess(folder / f"r{n}", upstream, redis.url, lease_s=LEASE_S) for n in range(3)]
+    await asyncio.gather(*(replica.start() for replica in replicas))
+    made = Chaos(upstream, redis, replicas, seed)
+    try:
+        await made.run(kinds, clients)
+        await made.nothing_left()
+    finally:
+        await asyncio.gather(*(replica.stop() for replica in replicas))
+        await upstream.stop()
+        redis.stop()
+    print(json.dumps({"statuses": made.statuses, "served": upstream.served, "peak": upstream.peak}))
+    return made
+
+
+SHORT = ["freeze a replica", "kill a replica", "flush redis", "freeze redis", "restart redis"]
+
+
+async def test_the_limit_holds_whatever_dies(service, tmp_path: Path) -> None:
+    made = await chaos(service, tmp_path, SHORT, 16, seed=int(os.environ.get("PLIMSOLL_SEED", "1")))
+    assert made.upstream.violations == []
+    assert 4 <= made.upstream.peak <= 8
+    assert made.statuses[200] > 100 and set(made.statuses) <= {0, 200, 503}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_the_limit_holds_for_two_minutes(service, tmp_path: Path) -> None:
+    kinds = [*SHORT, "restart a replica"] * 4
+    random.Random(7).shuffle(kinds)
+    made = await chaos(service, tmp_path, kinds, 24, seed=7)
+    assert made.upstream.violations == []
+    assert set(made.statuses) <= {0, 200, 503}
