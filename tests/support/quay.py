@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.client import KEY
+from tests.support.client import KEY, within
 from tests.support.gateway import KEYS, Backend, GatewayProcess, hash_of
 from tests.support.upstream import ScriptedUpstream
 
@@ -41,6 +41,17 @@ class Quay(GatewayProcess):
             {"id": "old", "hash": hash_of("sk-old"), "role": "client", "tenant": "acme", "expires": "2020-01-01T00:00:00Z"}
         )
         return document
+
+    async def settled(self, timeout: float = 5) -> None:
+        """As of every gateway, asked in one question, for there are hundreds of tests."""
+
+        async def empty() -> bool:
+            status = await self.status()
+            return not any(each["in_flight_requests"] for each in status["backends"]) and not any(
+                each["requests"] for each in status["queues"]
+            )
+
+        await within(timeout, empty, "nothing in flight and nothing queued")
 
 
 def quay_process(folder: Path, upstreams: dict[str, ScriptedUpstream], **sections: Any) -> Quay:
