@@ -161,8 +161,12 @@ class GatewayProcess:
     async def reload(self, **sections: Any) -> None:
         """Merge `sections` over the policy as it stands, and wait until that is in force."""
         self.sections = {**self.sections, **sections}
+        await self.reload_document(self.policy())
+
+    async def reload_document(self, document: Mapping[str, Any]) -> None:
+        """Put this policy in force."""
         applied = await self.value("plimsoll_policy_reloads_total", result="applied")
-        self.write(self.policy())
+        self.write(document)
         self.signal(signal.SIGHUP)
 
         async def in_force() -> bool:
