@@ -88,15 +88,43 @@ local function drop(id, value)
   return ask
 end
 
--- What is in flight, seen under one envelope: sequences, blocks, and per box how many requests are outside.
-local function load(digest)
-  local size = #rows(digest).boxes
-  local names = {'s', 'b'}
-  for i = 1, size do names[i + 2] = 'o|' .. digest .. '|' .. i end
+-- What is in flight, seen under one envelope, in one read: sequences, blocks, of which the owner's own, and per box how many
+-- requests are outside; and the epoch.
+local function look(digest, size, who)
+  local names = {'run', 'from', 'strange', 'envs', 'e|' .. digest, 's', 'b', 's|' .. who, 'b|' .. who}
+  for i = 1, size do names[9 + i] = 'o|' .. digest .. '|' .. i end
   local found = redis.call('HMGET', SUM, unpack(names))
-  local seen = {s = tonumber(found[1] or 0), b = tonumber(found[2] or 0), out = {}}
-  for i = 1, size do seen.out[i] = tonumber(found[i + 2] or 0) end
+  if rows_of[digest] == nil then rows_of[digest] = found[5] and cjson.decode(found[5]) or false end
+  local seen = {
+    run = found[1], from = tonumber(found[2] or 0), strange = tonumber(found[3] or 0), envs = found[4], digest = digest, who = who,
+    s = tonumber(found[6] or 0), b = tonumber(found[7] or 0), own_s = tonumber(found[8] or 0), own_b = tonumber(found[9] or 0),
+    out = {},
+  }
+  for i = 1, size do seen.out[i] = tonumber(found[9 + i] or 0) end
   return seen
+end
+
+local function load(digest) return look(digest, #rows(digest).boxes, owner) end
+
+-- Count a request of `seen.who` in or out, in one write where there is one envelope; `seen` is true afterwards.
+local function recount(seen, ask, sign)
+  if seen.envs ~= ask[DIGEST] or seen.digest ~= ask[DIGEST] then
+    count(seen.who, ask, sign)
+    local fresh = look(seen.digest, #seen.out, seen.who)
+    for name, value in pairs(fresh) do seen[name] = value end
+    return
+  end
+  seen.s, seen.b = seen.s + sign * ask[SEQS], seen.b + sign * ask[BLOCKS]
+  seen.own_s, seen.own_b = seen.own_s + sign * ask[SEQS], seen.own_b + sign * ask[BLOCKS]
+  local write = {'s', whole(seen.s), 'b', whole(seen.b), 's|' .. seen.who, whole(seen.own_s), 'b|' .. seen.who, whole(seen.own_b)}
+  for i = 1, #seen.out do
+    if string.byte(ask[MASK], i) == 48 then
+      seen.out[i] = seen.out[i] + sign
+      write[#write + 1] = 'o|' .. seen.digest .. '|' .. i
+      write[#write + 1] = whole(seen.out[i])
+    end
+  end
+  redis.call('HSET', SUM, unpack(write))
 end
 
 local function fits(digest, ask, seen)
@@ -109,13 +137,15 @@ local function fits(digest, ask, seen)
 end
 
 -- The view of one owner: what the others hold, and which boxes still hold everything.
-local function view(who, digest)
-  if not rows(digest) then return '0 0 -' end
-  local seen = load(digest)
-  local mine = redis.call('HMGET', SUM, 's|' .. who, 'b|' .. who)
+local function view_of(seen)
   local possible = {}
   for i, outs in ipairs(seen.out) do possible[i] = outs == 0 and '1' or '0' end
-  return whole(seen.s - tonumber(mine[1] or 0)) .. ' ' .. whole(seen.b - tonumber(mine[2] or 0)) .. ' ' .. table.concat(possible)
+  return whole(seen.s - seen.own_s) .. ' ' .. whole(seen.b - seen.own_b) .. ' ' .. table.concat(possible)
+end
+
+local function view(who, digest)
+  if not rows(digest) then return '0 0 -' end
+  return view_of(look(digest, #rows(digest).boxes, who))
 end
 
 -- Owners ------------------------------------------------------------------------------------------------------------
@@ -159,6 +189,7 @@ end
 
 local function put_head(head)
   redis.call('HSET', HEAD, head.who, table.concat({whole(head.since), whole(head.passed), whole(head.woken), head.text}, ' '))
+  redis.call('PEXPIRE', HEAD, ttl_ms)
 end
 
 local function waits_already(tenant, prio, list)
@@ -220,8 +251,8 @@ local function wake_next(loud)
 end
 
 -- Who stands before this request: 'behind' one that fits now, or 'held' for one that was passed often enough.
-local function in_the_way(ask)
-  local list, passed, since = heads(), {}, now - ask[WAITED]
+local function in_the_way(ask, list)
+  local passed, since = {}, now - ask[WAITED]
   for _, head in ipairs(list) do
     if head.who == owner and head.ask[ID] == ask[ID] then since = head.since end
   end
@@ -252,52 +283,64 @@ end
 
 -- Operations --------------------------------------------------------------------------------------------------------
 
+-- The start tag of a grant moves the clock and the tenant's own time.
+local function charge(ask, list)
+  local clock, own = whole(ask[PRIO]) .. '|', whole(ask[PRIO]) .. '|' .. ask[TENANT]
+  local found = redis.call('HMGET', VT, clock, own)
+  local now_at, used = tonumber(found[1] or 0), tonumber(found[2] or 0)
+  local start = waits_already(ask[TENANT], ask[PRIO], list) and used or math.max(used, now_at)
+  redis.call('HSET', VT, clock, string.format('%.6f', math.max(start, now_at)),
+    own, string.format('%.6f', start + ask[COST] / ask[WEIGHT]))
+  if not found[1] then redis.call('PEXPIRE', VT, ttl_ms) end
+end
+
 local function acquire(text, next_text)
-  local from = epoch()
   local ask = cjson.decode(text)
   local digest = ask[DIGEST]
+  local seen = look(digest, #ask[MASK], owner)
+  local from = math.max(seen.from, seen.strange)
+  if seen.run ~= run then from = epoch() end
   local lives, held_session = alive(owner)
   if not lives or held_session ~= session or not rows(digest) then
     keep()
     return {'unregistered', '0 0 -'}
   end
+  local list, verdict = heads(), 'denied'
   if now < from then
-    set_head(text)
-    keep()
-    return {'cold', view(owner, digest), whole(from - now)}
+    verdict = 'cold'
+  elseif fits(digest, ask, seen) then
+    verdict = in_the_way(ask, list) or 'granted'
   end
-  local verdict = 'denied'
-  if fits(digest, ask, load(digest)) then verdict = in_the_way(ask) or 'granted' end
   if verdict ~= 'granted' then
     set_head(text)
-    keep()
     if verdict == 'behind' then wake_next() end
-    return {verdict, view(owner, digest)}
+    return {verdict, view_of(seen), whole(math.max(0, from - now))}
   end
-  local start = tag(ask, redis.call('EXISTS', HEAD) == 1 and heads() or {})
-  set_vtime(ask[PRIO], '', math.max(start, vtime(ask[PRIO], '')))
-  set_vtime(ask[PRIO], ask[TENANT], start + ask[COST] / ask[WEIGHT])
+  charge(ask, list)
   redis.call('HSET', LEA, ask[ID], pack_lease(owner, now + ask[EXEC], text))
-  count(owner, ask, 1)
-  set_head(next_text)
-  keep()
-  if redis.call('EXISTS', HEAD) == 1 then wake_next() end
-  return {'granted', view(owner, digest)}
+  if seen.s == 0 then redis.call('PEXPIRE', LEA, ttl_ms) end
+  recount(seen, ask, 1)
+  if #list > 0 or next_text ~= '' then
+    set_head(next_text)
+    wake_next()
+  end
+  return {'granted', view_of(seen)}
 end
 
-local function settle(id, refund, digest)
-  local mine = false
-  local value = redis.call('HGET', LEA, id)
-  if value and string.match(value, '^[^\n]*') == owner then
-    local ask = drop(id, value)
-    local back = tonumber(refund)
+local function settle(id, refund, digest, size)
+  local mine, value = false, redis.call('HGET', LEA, id)
+  local seen = look(digest, size, owner)
+  if value and string.sub(value, 1, #owner + 1) == owner .. '\n' then
+    local _, _, text = unpack_lease(value)
+    local ask, back = cjson.decode(text), tonumber(refund)
+    redis.call('HDEL', LEA, id)
+    recount(seen, ask, -1)
     if back > 0 then
       set_vtime(ask[PRIO], ask[TENANT], vtime(ask[PRIO], ask[TENANT]) - back / ask[WEIGHT])
     end
-    keep()
     if redis.call('EXISTS', HEAD) == 1 then mine = wake_next() end
   end
-  return {mine and 'next' or 'ok', view(owner, digest)}
+  return {mine and 'next' or 'ok', view_of(seen)}
 end
 
 local function learn(digest, text)
@@ -419,7 +462,7 @@ local function strange(names)
 end
 
 if op == 'acquire' then return acquire(ARGV[7], ARGV[8]) end
-if op == 'settle' then return settle(ARGV[7], ARGV[8], ARGV[9]) end
+if op == 'settle' then return settle(ARGV[7], ARGV[8], ARGV[9], tonumber(ARGV[10])) end
 if op == 'beat' then return beat(ARGV[7], ARGV[8], ARGV[9], ARGV[10]) end
 if op == 'reap' then return reap(ARGV[7]) end
 if op == 'strange' then return strange(ARGV[7]) end

@@ -86,7 +86,7 @@ class RedisLeases:
         return self._call(backend, "acquire", ask.packed(), following.packed() if following is not None else b"")
 
     def settle(self, backend: str, lease: str, rules: Rules, refund: float) -> asyncio.Future[Answer]:
-        return self._call(backend, "settle", lease, repr(refund), rules.digest)
+        return self._call(backend, "settle", lease, repr(refund), rules.digest, str(len(rules.rows)))
 
     def beat(self, backend: str, rules: Rules, head: Ask | None, held: list[Ask] | None) -> asyncio.Future[Answer]:
         holds = b"[" + b",".join(ask.packed() for ask in held) + b"]" if held is not None else b""
@@ -139,7 +139,7 @@ def _parse(reply: list[bytes]) -> Answer:
     verdict, view = Verdict(reply[0].decode("ascii")), View.parse(reply[1])
     if verdict is Verdict.COLD:
         return Answer(verdict, view, retry_s=int(reply[2]) / 1000)
-    if len(reply) > 2:
+    if verdict in (Verdict.OK, Verdict.NEXT) and len(reply) > 2:
         owners, suspects = (tuple(text.decode().split(",")) if text else () for text in reply[2:4])
         return Answer(verdict, view, owners=owners, suspects=suspects)
     return Answer(verdict, view)

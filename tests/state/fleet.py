@@ -25,7 +25,7 @@ SMALL, LARGE = Box(64, 64, 8), Box(2048, 256, 2)
 
 
 class CountingUpstream(ScriptedUpstream):
-    """`limits`: (largest prompt in characters, sequences) of each slice, smallest first. `service_s` draws the time of an answer."""
+    """`service_s` draws the time of an answer; `limits`: sequences at once, with and without a large request among them."""
 
     def __init__(self, service_s: Any, width: int = 8) -> None:
         super().__init__()

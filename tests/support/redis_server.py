@@ -31,7 +31,8 @@ class RedisServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "redis.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [self.program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self.folder), *self.options],
+                [self.program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self.folder),
+                 *self.options],
                 stdout=log, stderr=log,
             )  # fmt: skip
         deadline = time.monotonic() + 20
