@@ -257,9 +257,10 @@ class Fleet:
 
     # What the request path asks
 
-    def upstream(self, backend: str) -> Upstream:
-        """The connections to a backend."""
-        return self.berths[backend].watch.upstream
+    def upstream(self, backend: str) -> Upstream | None:
+        """The connections to a backend; None when it has left the policy."""
+        berth = self.berths.get(backend)
+        return berth.watch.upstream if berth is not None else None
 
     def progress(self, backend: str) -> int | None:
         """Iterations of the backend's engine so far; None when not known."""

@@ -43,8 +43,8 @@ _PLACE_LOST = Refusal(
 class Backends(Protocol):
     """The backends as the path uses them."""
 
-    def upstream(self, backend: str) -> Upstream:
-        """The connections to a backend."""
+    def upstream(self, backend: str) -> Upstream | None:
+        """The connections to a backend; None when it has left the policy."""
 
     def progress(self, backend: str) -> int | None:
         """Iterations of its engine so far; None when not known."""
@@ -68,6 +68,8 @@ class Dispatch:
         """One try. None when the caller has its answer; a failure that may be tried again otherwise. Raises Refused."""
         upstream = self._backends.upstream(grant.backend)
         job.exchange.attempts += 1
+        if upstream is None:  # between the grant and this moment
+            return ConnectFailed(FailureKind.REFUSED, "the backend has left the policy")
         connection = upstream.take()
         if connection is None:
             try:

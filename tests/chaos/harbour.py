@@ -72,7 +72,7 @@ class SimulatorProcess:
 
     async def _control(self, method: str, text: str = "") -> None:
         message = request(method, "/sim/fault", key=UPSTREAM_KEY, body=text.encode())
-        for _ in range(200):
+        for _ in range(600):
             try:
                 got = await say(self.port, message, timeout=START_S)
             except (OSError, EOFError):  # refusing or restarting just now

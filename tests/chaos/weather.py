@@ -23,20 +23,23 @@ FAULTS = (
 
 
 class Weather:
-    """Troubles, one after the other, until `clear`."""
+    """Troubles, one after the other, until it is over."""
 
     def __init__(self, gateway: AttestedGateway, backends: dict[str, SimulatorProcess], luck: random.Random) -> None:
         self.gateway, self.backends, self.luck = gateway, backends, luck
         self.seen: Counter[str] = Counter()
+        self.over = asyncio.Event()
         self._reloads = 0
 
     async def blow(self) -> None:
-        """Go on until cancelled. All troubles come once before one comes again."""
-        while True:
+        """Go on until `over`. All troubles come once before one comes again."""
+        while not self.over.is_set():
             troubles: list[Callable[[], Awaitable[None]]] = [self.dies, self.stands_still, self.drifts, self.reload, self.typo]
             troubles += [self.leaves_the_policy, *(self._fault(text) for text in FAULTS)]
             self.luck.shuffle(troubles)
             for trouble in troubles:
+                if self.over.is_set():
+                    break
                 await trouble()
                 await asyncio.sleep(self.luck.uniform(0, 0.15))
 

@@ -256,3 +256,17 @@ async def test_a_refusal_names_axis_and_fit():
     assert got.fields["x-should-retry"] == "false"
     assert up.peers == 0
     assert [trigger[2] for trigger in site.triggers] == ["output"]
+
+
+async def test_a_backend_that_left_the_policy_between_grant_and_dispatch():
+    """Nothing was sent: it is tried once more, and no defect."""
+    async with serving(answering(response(COMPLETION))) as up:
+        site = Site(policy_for(up.port))
+        upstream, left = site.upstreams["a"], iter([None])
+        site.yard.upstream = lambda backend: next(left, upstream)
+        async with running(site) as port:
+            got = await ask(port)
+    assert (got.status, got.body) == (200, COMPLETION)
+    [account] = site.accounts
+    assert (account.attempts, account.outcome, account.reason) == (2, Outcome.SERVED, Reason.OK)
+    assert site.in_flight() == 0
