@@ -342,6 +342,7 @@ class Fleet:
 
     def _retire(self, name: str) -> None:
         berth = self.berths.pop(name)
+        berth.watch.upstream.retire()
         for task in (berth.task, berth.preparing, berth.probing):
             if task is not None:
                 task.cancel()

@@ -108,7 +108,10 @@ class Watch:
     # Polling
 
     async def run(self) -> None:
-        """Poll until cancelled; idle connections are closed then, the others when their answers have ended."""
+        """Poll until cancelled; idle connections are closed then, the others when their answers have ended.
+
+        Should a poll raise what none should, that ends this call and nothing else: it can be called again.
+        """
         try:
             while True:
                 await self.poll()
@@ -118,9 +121,10 @@ class Watch:
                 except TimeoutError:
                     pass
                 self._wake.clear()
-        finally:
+        except asyncio.CancelledError:
             self.upstream.retire()
             await self._client.aclose()
+            raise
 
     async def poll(self) -> None:
         """One look at the backend; `on_change` hears of it when anything differs."""
@@ -242,12 +246,22 @@ class Watch:
         return answer.status_code, answer.content
 
 
+class _Transport(httpx.AsyncHTTPTransport):
+    """A connection that is reset as soon as it is made is asked for its peer, under uvloop, and has none: an AttributeError."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await super().handle_async_request(request)
+        except AttributeError as error:
+            raise httpx.ReadError("the connection was closed as soon as it was made") from error
+
+
 def http_client(url: str, endpoint: Endpoint, instance: str) -> tuple[httpx.AsyncClient, str]:
     """An httpx client for one backend and the base of its URLs. No proxy of the environment is used; nothing is followed."""
     verify: ssl.SSLContext | bool = endpoint.ssl or True
     # A new connection for every call: a load balancer in between shows itself by answering as two servers.
     fresh = httpx.Limits(max_keepalive_connections=0)
-    transport = httpx.AsyncHTTPTransport(uds=endpoint.unix_path, verify=verify, retries=0, limits=fresh)
+    transport = _Transport(uds=endpoint.unix_path, verify=verify, retries=0, limits=fresh)
 
     async def name(request: httpx.Request) -> None:
         if endpoint.server_name is not None:
