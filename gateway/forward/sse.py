@@ -71,6 +71,9 @@ class Scanner:
         if self._pending:
             data = self._pending + data
         if not self._started:
+            if len(data) < len(_BOM) and _BOM.startswith(data):  # it may have been cut too
+                self._pending = data
+                return
             self._started = True
             data = data.removeprefix(_BOM)
         if data.endswith(b"\n\n"):
@@ -125,8 +128,8 @@ class Scanner:
         return b'"usage"' in block and _USAGE.search(block) is not None
 
     def _event(self, payload: bytes) -> None:
-        if payload == b"[DONE]":
-            self.done = True
+        if payload == b"[DONE]":  # the other dialects have last events of their own
+            self.done = self.done or self.dialect == "openai"
             return
         try:
             document = orjson.loads(payload)

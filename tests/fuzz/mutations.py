@@ -1,0 +1,119 @@
+"""A small fuzzer of our own: seeded, so that a run can be repeated, and with words of the formats it damages."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+
+import orjson
+
+from tests.edge_path.site import KEY
+from tests.edge_path.wire import post
+from tests.support.upstream import COMPLETION, SSE_HEAD, STREAM, chunk, response
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True, "n": 1}
+UPGRADE = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+CHUNKED = post(CHAT).replace(b"content-length: ", b"transfer-encoding: chunked\r\nx-was: ")
+FORM = b'--x\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+MULTIPART = FORM % (b"model", b"", b"tiny") + FORM % (b"file", b'; filename="a.wav"', b"RIFF0000WAVE") + b"--x--\r\n"
+JSONS = [
+    CHAT,
+    {"model": "tiny", "prompt": ["a", "b"], "n": 3, "logprobs": 1, "logit_bias": {"1": -100}},
+    {"model": "tiny", "input": [{"role": "user", "content": [{"type": "input_text", "text": "é"}]}], "max_output_tokens": 9},
+    {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 5, "system": "s",
+     "tools": [{"name": "f", "input_schema": {"type": "object"}}]},
+    {"model": "tiny", "query": "q", "documents": ["a", "b"]}, {"model": "tiny", "text_1": "a", "text_2": ["b"]},
+    {"model": "tiny", "input": [[1, 2], [3]]}, {"model": "tiny", "tokens": [1, 2]},
+    {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "string"}}}},
+]  # fmt: skip
+SEEDS: dict[str, list[bytes]] = {
+    "requests": [
+        post(CHAT), post({**CHAT, "stream": False}), post(CHAT) * 2, CHUNKED, post(CHAT, *UPGRADE),
+        post(CHAT, "expect: 100-continue"),
+        post(CHAT, key=None), post(CHAT, version="1.0"), post(gzip.compress(orjson.dumps(CHAT)), "content-encoding: gzip"),
+        b"GET /v1/models HTTP/1.1\r\nhost: g\r\nauthorization: Bearer " + KEY.encode() + b"\r\n\r\n",
+        post(CHAT, "x-request-timeout: 5", "x-request-id: abc", "cookie: a=b", "traceparent: 00-1-1-01", key=KEY),
+        CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + chunk(orjson.dumps(CHAT)) + b"0\r\ntrailer: x\r\n\r\n" + post(CHAT),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+    "bodies": [
+        *(bytes((n, 0, 0)) + json.dumps(each).encode() for n, each in enumerate(JSONS * 2)),
+        *(bytes((n, 1, 0)) + MULTIPART for n in range(12)),
+        *(bytes((n, 0, 2)) + gzip.compress(json.dumps(each).encode()) for n, each in enumerate(JSONS)),
+    ],
+    "headers": [
+        b"authorization:Bearer plim_x\nx-api-key:y\nhost:g\ncontent-length:5",
+        b"authorization:Bearer eyJhbGciOiJub25lIn0.e30.AA\nupgrade:websocket\nx-request-timeout:1e3\nx-stainless-retry-count:2",
+        b"x-request-timeout:nan\ncontent-type:application/json\nhost:g\nhost:h\norigin:https://a.test\napi-key:k",
+    ],
+    "events": [
+        *(bytes((n,)) + b"".join(STREAM) for n in range(3)),
+        b"\x01event: message_start\r\ndata: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":3}}}\r\n\r\n"
+        b"event: content_block_delta\rdata: {\"type\":\"content_block_delta\"}\r\r"
+        b"event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+        b"\x02data: {\"type\":\"response.output_text.delta\"}\n\ndata: {\"type\":\"response.completed\",\"response\":"
+        b"{\"usage\":{\"input_tokens\":1,\"output_tokens\":2}}}\n\n",
+        b"\x00: ping\n\ndata: {\"error\":{\"code\":500}}\n\ndata: [DONE]\n\n",
+        b"\x00\xef\xbb\xbfdata:{\"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":null}]}\r\n\r\n",
+    ],
+    "answers": [
+        response(COMPLETION), SSE_HEAD + b"".join(chunk(each) for each in STREAM) + b"0\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" + response(b"{}"), b"HTTP/1.1 204 No Content\r\n\r\n", response(b"x") * 2,
+        b"HTTP/1.0 200 OK\r\n\r\nuntil the end", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n3\r\nabc\r\n0\r\na: b\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nx",
+    ],
+}  # fmt: skip
+WORDS = [
+    b"\r\n", b"\n", b"\r", b"\0", b"\r\n\r\n", b" ", b"\t", b":", b"{", b"}", b"[" * 300, b"null", b"true", b"-1", b"1e999",
+    b"NaN", b"9" * 400, b"18446744073709551616", b"-9223372036854775809", b"0x10", b"\xff\xfe", b"\xef\xbb\xbf", b"\\ud800",
+    b"\\u0000",
+    b"Content-Length: 0\r\n", b"Content-Length: 99999999999999999999\r\n", b"Transfer-Encoding: chunked\r\n",
+    b"Transfer-Encoding: identity, chunked\r\n", b"Transfer-Encoding : chunked\r\n", b"Connection: close\r\n",
+    b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"Expect: 100-continue\r\n", b"Host: h\r\n", b"HTTP/1.1", b"HTTP/0.9",
+    b"GET http://a/v1/models HTTP/1.1\r\n", b"/v1/../metrics", b"//v1/models", b"/v1/models/%2e%2e%2f", b"POST", b"CONNECT",
+    b"HEAD",
+    b'"n":', b'"model":"tiny",', b'"kv_transfer_params":{},', b'"cache_salt":"x",', b'"stream":true,', b'"max_tokens":',
+    b'"finish_reason":"stop"', b'"usage":{', b'"usage":{"prompt_tokens":-5,"completion_tokens":1e999}', b"data: ",
+    b"event: error\n",
+    b"data: [DONE]\n\n", b"0\r\n\r\n", b"ffffffffffffffff\r\n", b"Bearer ", b"Bearer " + KEY.encode(), b"A" * 5000,
+    b"a: b\r\n" * 210,
+]  # fmt: skip
+
+
+def inputs(target: str, seed: int, count: int) -> Iterator[bytes]:
+    """`count` damaged inputs; the first are the seeds as they are."""
+    dice = random.Random(f"{target} {seed}")
+    seeds = SEEDS[target]
+    yield from seeds[:count]
+    for _ in range(count - len(seeds)):
+        data = bytearray(dice.choice(seeds))
+        for _ in range(dice.choice((1, 1, 2, 3, 5, 8))):
+            _damage(data, dice, seeds)
+        yield bytes(data[:100_000])
+
+
+def _damage(data: bytearray, dice: random.Random, seeds: list[bytes]) -> None:
+    at = dice.randrange(len(data) + 1)
+    end = min(len(data), at + dice.choice((1, 1, 2, 4, 16, 64)))
+    match dice.randrange(9):
+        case 0 if at < len(data):
+            data[at] ^= 1 << dice.randrange(8)
+        case 1:
+            data[at:end] = dice.randbytes(dice.randrange(1, 5))
+        case 2:
+            del data[at:end]
+        case 3:
+            data[at:at] = data[at:end] * dice.randrange(1, 4)
+        case 4:
+            other = dice.choice(seeds)
+            cut = dice.randrange(len(other) + 1)
+            data[at:] = other[cut:]
+        case 5:
+            del data[at:]
+        case 6:
+            data[at:end] = dice.choice(WORDS)
+        case _:
+            data[at:at] = dice.choice(WORDS)
