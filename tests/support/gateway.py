@@ -317,15 +317,19 @@ class GatewayProcess:
 
     def journal(self) -> list[dict[str, Any]]:
         """The accounts written so far (a line may take 100 ms to come)."""
+        return [json.loads(line) for line in self._lines()]
+
+    def _lines(self) -> list[bytes]:
+        """The journal's whole lines."""
         path = self.folder / "journal.jsonl"
-        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
     async def account(self, request_id: str, timeout: float = 2) -> dict[str, Any]:
         """The journal's line about one request, by the id its answer bore or its client sent."""
         deadline = time.monotonic() + timeout
         while True:
-            for row in self.journal():
-                if request_id in (row["request_id"], row["client_request_id"]):
-                    return row
+            for line in self._lines():
+                if request_id.encode() in line and request_id in ((row := json.loads(line))["request_id"], row["client_request_id"]):
+                    return dict(row)
             assert time.monotonic() < deadline, f"no line about {request_id}"
             await asyncio.sleep(0.02)
