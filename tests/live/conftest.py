@@ -18,7 +18,7 @@ from tests.live.qualified import Qualified, gateway_before, qualify
 from tests.support.attested import AttestedGateway
 
 LIVE = Path(__file__).parent
-TEST_TIMEOUT_S = 600
+TEST_TIMEOUT_S = 900
 
 Start = Callable[..., VllmServer]
 

@@ -111,7 +111,10 @@ async def test_what_was_admitted_is_as_fast_as_the_record_says(
     vllm_server: VllmServer, live_gateway: AttestedGateway, qualified: Qualified
 ) -> None:
     """Four at once without the gateway are the control: where they are slower than measured, the machine has changed."""
-    bound = float(qualified.level(SLOTS)["e2e_ms"]["p95_upper"])
+    upper = qualified.level(SLOTS)["e2e_ms"].get("p95_upper")
+    if upper is None:
+        pytest.skip("the machine was too unsteady for a bound: the record claims none")
+    bound = float(upper)
     before, requests = len(live_gateway.journal()), CLIENTS * 8
     await crowd(live_gateway.url, KEY, 8)
     await within(3, lambda: len(live_gateway.journal()) - before == requests, "every request has its account")

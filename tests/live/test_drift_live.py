@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,20 +15,21 @@ import pytest
 from tests.live.conftest import Start
 from tests.live.counting import differences
 from tests.live.harness import MODELS, VllmServer
-from tests.live.qualified import EngineView, Qualified, gate_is, gateway_before
+from tests.live.qualified import EngineView, gate_is, gateway_before
 from tests.support.attested import AttestedGateway, Box, record_from
 from tests.support.client import KEY, within
 from tests.support.gateway import KEYS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 WORKERS = 6
+BOX = Box(512, 24, 4)
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "How deep?"}], "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def drifting(vllm_factory: Start, vllm_server: VllmServer) -> VllmServer:
-    """A server with the flags of the shared one: the record that was measured there is its record too."""
-    return vllm_factory(*vllm_server.flags)
+def drifting(vllm_factory: Start) -> VllmServer:
+    """A server of this module's own, for it is restarted."""
+    return vllm_factory()
 
 
 class Load:
@@ -63,8 +65,8 @@ async def generated(server: VllmServer) -> int:
         return int(await view.metric("vllm:prompt_tokens_total"))
 
 
-async def test_a_restart_with_other_flags_under_load(drifting: VllmServer, qualified: Qualified) -> None:
-    async with gateway_before(drifting, qualified.folder / "drift", qualified.raw) as gateway:
+async def test_a_restart_with_other_flags_under_load(drifting: VllmServer, tmp_path: Path) -> None:
+    async with gateway_before(drifting, tmp_path, record_from(drifting.identity(), [BOX])) as gateway:
         async with Load(gateway) as load:
             await within(30, lambda: load.told["200"] >= WORKERS, "the gateway serves")
             assert await generated(drifting) > 0
@@ -92,7 +94,7 @@ async def refused_and_told(gateway: AttestedGateway) -> None:
 
 async def reopened(gateway: AttestedGateway, server: VllmServer) -> None:
     """A record of the new configuration, pushed to the running gateway, opens the gate."""
-    raw = record_from(server.identity(), [Box(512, 24, 4)])
+    raw = record_from(server.identity(), [BOX])
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEYS['operator']}"}, trust_env=False) as operator:
         pushed = await operator.post(f"http://127.0.0.1:{gateway.admin_port}/admin/records", content=raw)
     assert pushed.status_code == 201, pushed.text
