@@ -141,10 +141,9 @@ def write_policy(backend: Backend, port: int, admin: int) -> dict[str, str]:
     text = POLICY.format(port=port, admin=admin, backend=backend.url, slo=60_000 if backend.kind == "vllm" else 2_000)
     keys = {}
     for role in ("client", "operator", "scraper", "prober"):
-        key = subprocess.run(
-            [*PLIMSOLL, "keys", "new", "--id", role, "--role", role, *(["--tenant", "demo"] if role == "client" else []), "--json"],
-            capture_output=True, text=True, check=True, cwd=ROOT,
-        )  # fmt: skip
+        tenant = ["--tenant", "demo"] if role == "client" else []
+        words = ["keys", "new", "--id", role, "--role", role, *tenant, "--json"]
+        key = subprocess.run([*PLIMSOLL, *words], capture_output=True, text=True, check=True, cwd=ROOT)
         found = json.loads(key.stdout)
         keys[role] = found["key"]
         text += f"  {found['line']}\n"
@@ -248,21 +247,22 @@ async def drift(backend: Backend, caller: Caller, admin: int, key: str) -> None:
     await caller.ask("the measured configuration is back", "ok")
 
 
-def show_what_is_next(port: int, admin: int, backend: Backend) -> None:
-    out.print(f"""
+NEXT = """
 [bold green]The gateway is running.[/]
 
   URL        http://127.0.0.1:{port}/v1      model tiny      key in .demo/client.key
   try        curl -s http://127.0.0.1:{port}/v1/chat/completions -H "authorization: Bearer $(cat .demo/client.key)" \\
-                  -H 'content-type: application/json' -d '{{"model": "tiny", "messages": [{{"role": "user", "content": "Ahoy"}}], "max_tokens": 16}}'
-  console    http://127.0.0.1:{admin}/console      any user name; the password is in .demo/operator.key
-  why?       .venv/bin/plimsoll explain --gateway http://127.0.0.1:{admin} --key-file .demo/operator.key --model tiny --input 900 --output 16
-  top        .venv/bin/plimsoll top --gateway http://127.0.0.1:{admin} --key-file .demo/operator.key
+                  -H 'content-type: application/json' \\
+                  -d '{{"model": "tiny", "messages": [{{"role": "user", "content": "Ahoy"}}], "max_tokens": 16}}'
+  console    {admin}/console      any user name; the password is in .demo/operator.key
+  why?       .venv/bin/plimsoll explain --gateway {admin} --key-file .demo/operator.key \\
+                  --model tiny --input 900 --output 16
+  top        .venv/bin/plimsoll top --gateway {admin} --key-file .demo/operator.key
   metrics    curl -s http://127.0.0.1:{port}/metrics -H "authorization: Bearer $(cat .demo/scraper.key)"
   report     .demo/report.html: the measurement as a page
   journal    .demo/journal.jsonl: one line a request; logs are beside it
   yours      vllm serve MODEL --middleware gateway.evidence.attest.IdentityMiddleware, then README.md, "Your own server"
-""", soft_wrap=True)  # fmt: skip
+"""
 
 
 def main() -> int:
@@ -323,7 +323,7 @@ def show(backend: Backend, port: int, admin: int) -> subprocess.Popen[bytes]:
     except BaseException:
         end(gateway)
         raise
-    show_what_is_next(port, admin, backend)
+    out.print(NEXT.format(port=port, admin=f"http://127.0.0.1:{admin}"), soft_wrap=True)
     return gateway
 
 

@@ -30,7 +30,7 @@ class Sightings:
     processes: tuple[Process, ...] = ()
 
     def see(self, hash_: str, start_id: str | None, now: float) -> Sightings:
-        """A response or an identity document showed `hash_`. A sighting without start id extends the newest process of that hash."""
+        """Something showed `hash_`. A sighting without start id extends the newest process of that hash."""
         kept = [p for p in self.processes if now - p.last_seen < MIXED_WINDOW_S]
         same = [p for p in kept if p.hash == hash_ and (start_id is None or p.start_id in (None, start_id))]
         if same:
