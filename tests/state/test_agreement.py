@@ -1,0 +1,179 @@
+"""One replica's side of the agreement, without processes: freezing, leaving, losing the state, and a share without it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from gateway.errors import Reason, Refused
+from gateway.flow.demand import Open
+from gateway.flow.envelope import Box, Envelope
+from gateway.flow.grant import Grant
+from gateway.flow.shape import NO_FEATURES
+from gateway.flow.shared import divided
+from gateway.state.leases import Answer, Ask, StateLost
+from gateway.state.memory import MemoryLeases, MemoryState
+from tests.state.test_case_37_clocks import GATE, Clock, Site
+
+
+class Slow(MemoryLeases):
+    """Answers when the test says so; may be cut."""
+
+    def __init__(self, state: MemoryState, owner: str, site: Site) -> None:
+        super().__init__(state, owner, site.replicas.woken)
+        self.held_back: list[tuple[asyncio.Future[Answer], Answer]] | None = None
+        self.cut = False
+
+    def acquire(self, backend: str, ask: Ask, following: Ask | None) -> asyncio.Future[Answer]:
+        if self.cut:
+            return self._lost()
+        answer = super().acquire(backend, ask, following)
+        if self.held_back is None:
+            return answer
+        later: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.held_back.append((later, answer.result()))
+        return later
+
+    def beat(self, *more: object) -> asyncio.Future[Answer]:
+        return self._lost() if self.cut else super().beat(*more)  # type: ignore[arg-type]
+
+    def settle(self, *more: object) -> asyncio.Future[Answer]:
+        return self._lost() if self.cut else super().settle(*more)  # type: ignore[arg-type]
+
+    def let_go(self) -> None:
+        assert self.held_back is not None
+        for later, answer in self.held_back:
+            later.set_result(answer)
+        self.held_back = None
+
+    @staticmethod
+    def _lost() -> asyncio.Future[Answer]:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future.set_exception(StateLost("cut"))
+        return future
+
+
+class Two:
+    """Two sites on one state past its first lease time."""
+
+    def __init__(self, *, share: bool = False, lease_s: float = 30.0) -> None:
+        self.state = MemoryState(time.monotonic, lease_s)
+        self.a, self.b = (Site(Clock(0.0), share=share, lease_s=lease_s) for _ in range(2))
+        self.stores = {name: Slow(self.state, name, site) for name, site in (("A", self.a), ("B", self.b))}
+
+    async def __aenter__(self) -> Two:
+        for store, site in zip(self.stores.values(), (self.a, self.b), strict=True):
+            site.on(store)
+            site.replicas.state(None)
+        self.state.berth("b").since = 0.0
+        await until(lambda: not self.a.degraded and not self.b.degraded)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.a.stop()
+        await self.b.stop()
+
+    @property
+    def leases(self) -> int:
+        return len(self.state.berth("b").leases)
+
+
+async def until(condition, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_caller_that_leaves_while_it_is_asked_for_leaves_no_lease() -> None:
+    async with Two() as two:
+        store = two.stores["A"]
+        (await two.a.admit()).settle(two.a.clock())
+        store.held_back = []
+        asked = asyncio.create_task(two.a.admit())
+        await until(lambda: bool(store.held_back))
+        assert two.leases == 1
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert two.a.controller.snapshot(two.a.clock()).backends[0].requests == 0
+        store.let_go()
+        await until(lambda: two.leases == 0)
+
+
+async def test_what_was_granted_before_a_freeze_is_not_sent_after_it() -> None:
+    """The answer comes, the process is frozen for longer than a lease time, and wakes up."""
+    async with Two(lease_s=1.0) as two:
+        grant = await two.a.admit()
+        two.a.clock.wrong_by_s += 2.0  # as much time as it slept through
+        assert not grant.may_dispatch(two.a.clock())
+        grant.give_back(two.a.clock())
+        await until(lambda: two.leases == 0)
+
+
+async def test_what_was_sent_before_a_freeze_counts_after_it() -> None:
+    async with Two() as two:
+        sent, unsent = await two.a.admit(), await two.a.admit()
+        assert sent.may_dispatch(two.a.clock())
+        two.state.flush()
+        two.state.berth("b").since = 0.0
+        two.a.clock.wrong_by_s += 60.0
+        (await two.a.admit()).settle(two.a.clock())  # which finds out, and registers
+        assert two.leases == 1
+        assert not unsent.may_dispatch(two.a.clock()) and sent.may_dispatch(two.a.clock())
+
+
+async def test_without_the_state_nothing_is_admitted_and_nobody_is_blamed() -> None:
+    async with Two() as two:
+        held = [await two.a.admit() for _ in range(8)]
+        waiting = asyncio.create_task(two.b.admit())
+        await asyncio.sleep(0.02)
+        for store in two.stores.values():
+            store.cut = True
+        two.a.replicas.lost("cut")
+        two.b.replicas.lost("cut")
+        with pytest.raises(Refused) as refused:
+            await waiting
+        assert refused.value.refusal.reason is Reason.BACKEND_UNAVAILABLE
+        with pytest.raises(Refused):
+            await two.a.admit()
+        for grant in held[:3]:
+            grant.settle(two.a.clock())
+        for store, site in zip(two.stores.values(), (two.a, two.b), strict=True):
+            store.cut = False
+            store.reconnect()
+            site.replicas.state(None)
+        await until(lambda: not two.a.degraded and not two.b.degraded)
+        assert two.leases == 5  # settled while it was away: said by not being named
+        assert [isinstance(await two.b.admit(), Grant) for _ in range(3)] == [True] * 3
+
+
+async def test_a_share_of_the_limit_while_the_state_is_away() -> None:
+    async with Two(share=True) as two:
+        (await two.a.admit()).settle(two.a.clock())
+        (await two.b.admit()).settle(two.b.clock())
+        await two.a.replicas._beat(two.a.replicas.mooring("b"), GATE.envelope)  # both know of each other
+        await two.b.replicas._beat(two.b.replicas.mooring("b"), GATE.envelope)
+        for store, site in zip(two.stores.values(), (two.a, two.b), strict=True):
+            store.cut = True
+            site.replicas.lost("cut")
+        assert two.a.degraded and two.b.degraded
+        alone = [await site.admit() for site in (two.a, two.b) for _ in range(4)]
+        assert all(grant.may_dispatch(two.a.clock()) for grant in alone)
+        fifth = asyncio.create_task(two.a.admit(wait_s=0.05))
+        await asyncio.sleep(0.06)
+        two.a.controller.sweep(two.a.clock())
+        with pytest.raises(Refused):
+            await fifth
+        for store, site in zip(two.stores.values(), (two.a, two.b), strict=True):
+            store.cut = False
+            store.reconnect()
+            site.replicas.state(None)
+        await until(lambda: two.leases == 8)  # what was sent without agreement is said afterwards
+
+
+def test_a_share_leaves_out_what_nothing_is_left_of() -> None:
+    boxes = (Box("generate", NO_FEATURES, 1, 100, 1, 100, 8, "r"), Box("generate", NO_FEATURES, 1, 1000, 1, 1000, 2, "r"))
+    gate = divided(Open(Envelope(boxes, 4096), "h"), 3)
+    assert [(box.input_max, box.concurrency) for box in gate.envelope.boxes] == [(100, 2)]
+    assert gate.envelope.kv_tokens == 1365
