@@ -50,8 +50,8 @@ bench: setup ## the gateway beside the bare upstream: a table, and JSON
 bench-overload: setup ## goodput at 0.5 to 4 times the qualified capacity
 	$(PY) tests/bench/overload.py
 
-soak: setup ## ten minutes of load; memory must stay flat
-	$(PY) -m pytest -m slow tests
+soak: setup ## ten minutes of load, a storm, crowds of clients; memory must stay flat (PLIMSOLL_SOAK_S=60 for a short one)
+	$(PY) -m pytest -s -m 'slow and not live' tests
 
 constraints: setup ## write the versions that are installed now to constraints.txt
 	@$(PY) -m pip --disable-pip-version-check freeze --exclude-editable | LC_ALL=C sort -f >constraints.txt.new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
 from gateway import policy as policies
@@ -29,6 +30,19 @@ async def test_connections_that_are_reset_as_soon_as_they_are_made():
             assert await watch.metric("any") is None
             assert await watch.post("/v1/completions", b"{}", 1) is None
     assert watch.observation.identity is None and watch.observation.problem != "not asked yet"
+
+
+async def test_a_connection_without_a_peer_is_a_broken_answer(monkeypatch):
+    """What uvloop makes of that reset when it comes in a certain instant, which cannot be brought about at will."""
+
+    async def nameless(transport, request):
+        raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", nameless)
+    watch = watching(1, [])
+    await watch.poll()
+    assert await watch.post("/v1/completions", b"{}", 1) is None
+    assert watch.observation.identity is None and not watch.observation.reachable
 
 
 async def test_watching_starts_again_after_a_defect():
