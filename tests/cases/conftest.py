@@ -18,7 +18,7 @@ from tests.support.quay import quay, shared_quay  # noqa: F401 - fixtures of the
 from tests.support.upstream import ScriptedUpstream
 
 HERE = Path(__file__).parent
-TIMEOUTS = {"queue_s": 2.5, "connect_s": 0.5, "first_token_s": 1, "stall_s": 0.8, "execution_s": 4, "client_write_s": 1.5}
+TIMEOUTS = {"queue_s": 1.5, "connect_s": 0.5, "first_token_s": 1, "stall_s": 0.8, "execution_s": 3.5, "client_write_s": 1.5}
 NEVER_OPENS = {"min_requests": 1_000_000, "consecutive_failures": 1_000_000}
 
 

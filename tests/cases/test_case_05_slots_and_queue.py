@@ -11,9 +11,9 @@ from tests.support.client import ask, open_stream, within
 async def test_nobody_else_gets_in_while_an_answer_is_streamed(tideway):
     gateway, upstream = tideway.gateway, tideway["one"]
     await gateway.reload(queue={"max_requests": 0})
-    upstream.script = streaming_for(2.4)
+    upstream.script = streaming_for(1.8)
     async with open_stream(tideway.port, model="one") as stream:
-        for pause in (0.2, 0.8, 0.8):
+        for pause in (0.2, 0.6, 0.6):
             await asyncio.sleep(pause)
             got = await ask(tideway.port, model="one")
             assert (got.status, got.code) == (503, "queue_full")

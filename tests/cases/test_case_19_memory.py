@@ -49,7 +49,7 @@ async def test_a_line_that_never_ends_costs_no_memory(harbour):
         while data := await client.reader.read(MIB):
             received += len(data)
             most = max(most, harbour.gateway.rss_kb())
-    assert received > 20 * MIB  # it was forwarded, until it was cut as a stall or had ended
+    assert received > 2 * MIB  # it was forwarded, until it was cut as a stall or had ended
     assert most - before < ALLOWED_KB
     harbour["one"].script = completion
     await slot_is_free(harbour.gateway)

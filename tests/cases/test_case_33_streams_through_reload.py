@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.cases.common import streaming_for
+from tests.cases.conftest import TIMEOUTS
 from tests.support.client import ask, open_stream
 from tests.support.upstream import STREAM
 
 CHANGES = {
-    "the connect timeout": {"timeouts": {"queue_s": 2.5, "connect_s": 0.7, "stall_s": 0.8, "execution_s": 4}},
-    "the stall limit": {"timeouts": {"queue_s": 2.5, "stall_s": 1.5, "execution_s": 4}},
+    "the connect timeout": {"timeouts": {**TIMEOUTS, "connect_s": 0.7}},
+    "the stall limit": {"timeouts": {**TIMEOUTS, "stall_s": 1}},
     "the breaker": {"breaker": {"consecutive_failures": 3, "cooldown_s": 0.5}},
     "the backend's section": {"backends": "foreign"},
     "the backend is gone": {"backends": "gone"},

@@ -16,10 +16,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.evidence.canonical import digest
 from gateway.evidence.identity import identity_of
@@ -32,7 +31,15 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "gateway" / "simulator" / "model"
 KEYS = {"client": KEY, "other": "sk-other", "operator": "sk-operator", "scraper": "sk-scraper", "prober": "sk-prober"}
 START_S = 60.0
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _LISTENS = re.compile(r"(?:serves .* on|operators:) https?://127\.0\.0\.1:(\d+)")
+
+
+class Sample(NamedTuple):
+    """One line of the exposition."""
+
+    labels: dict[str, str]
+    value: float
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ class GatewayProcess:
 
     async def _all_open(self) -> bool:
         try:
-            return all([await self.is_open(name) for name in self.backends])
+            return {s.labels["backend"] for s in await self.series("plimsoll_envelope_limit")} >= set(self.backends)
         except ConnectionRefusedError:  # said, and not yet listening
             return False
 
@@ -269,18 +276,22 @@ class GatewayProcess:
 
     # What it tells
 
-    async def series(self, name: str) -> list[Any]:
-        """The samples of one metric (full sample name, as `plimsoll_requests_total`)."""
+    async def scrape(self) -> str:
+        """The exposition, as Prometheus would get it."""
         answer = await get(self.port, "/metrics", KEYS["scraper"])
         assert answer.status == 200, answer
-        families = text_string_to_metric_families(answer.body.decode())
-        return [sample for family in families for sample in family.samples if sample.name == name]
+        return answer.body.decode()
 
-    async def value(self, name: str, **labels: str) -> float:
+    async def series(self, name: str, text: str | None = None) -> list[Sample]:
+        """The samples of one metric (full sample name, as `plimsoll_requests_total`); of `text`, or of a scrape made now."""
+        text = await self.scrape() if text is None else text
+        lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+        return [Sample(dict(_LABEL.findall(line)), float(line.rsplit(" ", 1)[1])) for line in lines]
+
+    async def value(self, name: str, text: str | None = None, **labels: str) -> float:
         """The sum of the samples of a metric whose labels agree with `labels`."""
-        return sum(
-            sample.value for sample in await self.series(name) if all(sample.labels.get(k) == v for k, v in labels.items())
-        )
+        samples = await self.series(name, text)
+        return sum(sample.value for sample in samples if all(sample.labels.get(k) == v for k, v in labels.items()))
 
     async def status(self) -> Any:
         """GET /admin/status."""
@@ -311,7 +322,8 @@ class GatewayProcess:
         """Wait until nothing is in flight and nothing waits; fails when that does not happen in time."""
 
         async def empty() -> bool:
-            return await self.in_flight() == 0 and await self.queued() == 0
+            text = await self.scrape()
+            return not any([await self.value(name, text) for name in ("plimsoll_in_flight_sequences", "plimsoll_queue_requests")])
 
         await within(timeout, empty, "nothing in flight and nothing queued")
 
@@ -329,7 +341,10 @@ class GatewayProcess:
         deadline = time.monotonic() + timeout
         while True:
             for line in self._lines():
-                if request_id.encode() in line and request_id in ((row := json.loads(line))["request_id"], row["client_request_id"]):
+                if request_id.encode() in line and request_id in (
+                    (row := json.loads(line))["request_id"],
+                    row["client_request_id"],
+                ):
                     return dict(row)
             assert time.monotonic() < deadline, f"no line about {request_id}"
             await asyncio.sleep(0.02)
