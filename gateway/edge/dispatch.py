@@ -208,9 +208,12 @@ class Dispatch:
             self._backends.suspect(grant.backend)
 
     def _note(self, job: Job, account: Account) -> None:
-        exchange, found = job.exchange, account.input_tokens
-        exchange.input_tokens, exchange.output_tokens = found, account.output_tokens
-        shape = exchange.shape
+        exchange, shape = job.exchange, job.exchange.shape
+        found, written = account.input_tokens, account.output_tokens
+        if shape is not None:  # a backend cannot use up a tenant's budget, or bend the counters, by what it says
+            found = _within(found, shape.input_tokens * shape.sequences)
+            written = _within(written, shape.output_tokens * shape.sequences)
+        exchange.input_tokens, exchange.output_tokens = found, written
         if (
             found is not None
             and shape is not None
@@ -251,6 +254,11 @@ class Dispatch:
     def _finished(job: Job, *, keep_alive: bool) -> None:
         job.answered = True
         job.client.finished(keep_alive=keep_alive)
+
+
+def _within(stated: int | None, reserved: int) -> int | None:
+    """What a backend says was used, unless that is far beyond what was asked of it: then nothing is known."""
+    return stated if stated is None or stated <= 16 * reserved + 4096 else None
 
 
 def unreachable(failure: UpstreamFailure | ConnectFailed) -> Refused:

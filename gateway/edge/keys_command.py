@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway.edge import policy_edit
-from gateway.edge.keys import new_key
+from gateway.edge.keys import digest_of, new_key
 from gateway.policy import Key, Policy, PolicyError
 
 app = typer.Typer(help="Keys: made here, shown once, stored as digests.", no_args_is_help=True)
@@ -166,7 +166,7 @@ def _needed(path: Path | None) -> Path:
 
 def _show_new(key: str, line: str, *, written: bool, as_json: bool, note: str | None = None) -> None:
     if as_json:
-        typer.echo(json.dumps({"key": key, "line": line, "written": written, "note": note}))
+        typer.echo(json.dumps({"key": key, "hash": digest_of(key), "line": line, "written": written, "note": note}))
         return
     typer.echo(key)
     typer.echo("Keep it: it is shown this once." + (f" {note}" if note else ""), err=True)

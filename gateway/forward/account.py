@@ -69,4 +69,9 @@ def _tokens(usage: object) -> tuple[int | None, int | None]:
         return None, None
     read = usage.get("prompt_tokens", usage.get("input_tokens"))
     written = usage.get("completion_tokens", usage.get("output_tokens", 0))
-    return (read if isinstance(read, int) else None), (written if isinstance(written, int) else None)
+    return believable(read), believable(written)
+
+
+def believable(count: object) -> int | None:
+    """A number of tokens as a server may state it; None for what is none (negative, a truth value, text, a fraction)."""
+    return count if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 2**53 else None

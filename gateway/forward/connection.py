@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
         self._status = self._parser.get_status_code()
         if self._status < 200:
             self._interim += 1
-            if self._interim > MAX_INTERIM or self._status == 101:
+            if self._interim > MAX_INTERIM or self._status == 101 or self._status < 100:
                 raise httptools.HttpParserError("unasked interim responses")
             return
         headers = self._headers

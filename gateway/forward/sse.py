@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import orjson
 
+from gateway.forward.account import believable
+
 Dialect = Literal["openai", "anthropic", "responses"]
 
 MAX_PENDING = 65_536  # of an unfinished event; of a longer one only its two ends are kept
@@ -191,8 +193,8 @@ class Scanner:
     def _usage(self, usage: object, input_name: str, output_name: str) -> None:
         if not isinstance(usage, dict):
             return
-        read, written = usage.get(input_name), usage.get(output_name)
-        if isinstance(read, int) and read >= 0:
+        read, written = believable(usage.get(input_name)), believable(usage.get(output_name))
+        if read is not None:
             self.input_tokens = read
-        if isinstance(written, int) and written >= 0:
+        if written is not None:
             self.output_tokens = written

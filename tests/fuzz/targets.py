@@ -22,7 +22,7 @@ from tests.edge.building import counter, rules
 
 from .stage import STATUS, Stage, Transport
 
-PROXIED = sorted(path for path, route in routes.ROUTES.items() if route.parser != "none")
+READ = sorted(path for path, route in routes.ROUTES.items() if route.kind == "proxy")
 DIALECTS: tuple[Dialect, ...] = ("openai", "anthropic", "responses")
 TYPES = (b"application/json", b"multipart/form-data; boundary=x", b"application/json; charset=utf-8", None)
 CODINGS = (None, None, b"gzip", b"deflate", b"br", b"zstd", b"identity", b"gzip, br")
@@ -60,7 +60,7 @@ def bodies(data: bytes) -> None:
     """A body on any route: refused with a reason, or understood, measured and forwardable."""
     if len(data) < 3:
         return
-    route = routes.ROUTES[PROXIED[data[0] % len(PROXIED)]]
+    route = routes.ROUTES[READ[data[0] % len(READ)]]
     raw = body.decode(CODINGS[data[2] % len(CODINGS)], data[3:], LIMIT)
     if isinstance(raw, Refusal):
         assert raw.message
