@@ -57,6 +57,7 @@ class Mooring:
         self.registered: asyncio.Future[bool] | None = None  # the registration in force, or under way
         self.generation = 0  # of registrations: an acquire that one overtook is void
         self.valid_until = 0.0
+        self.wanted_until = 0.0  # it is beaten for while anything is held, waits or was asked for not long ago
         self.beat_at = 0.0
         self.head = ""
         self.known: frozenset[str] = frozenset()  # owners that live

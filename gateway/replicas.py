@@ -29,6 +29,7 @@ log = logging.getLogger("plimsoll.state")
 
 TICK_S = 0.05
 BEATS = 4  # in one lease time
+WANTED = 6  # lease times that a backend nobody asks for is still beaten for
 SAFETY = 0.9  # of a lease time: after so long without a beat nothing is sent any more
 SLACK_S = 10.0  # an execution may begin so long after its lease, connecting included
 TRIES = 3
@@ -69,6 +70,7 @@ class Replicas:
             envelope = self.controller.envelope(grant.backend)
             if self._lost is not None or envelope is None:
                 return self._without(mooring, grant, envelope)
+            mooring.wanted_until = self._clock() + WANTED * self._lease_s
             ask = self._ask(mooring, grant, envelope)
             answer = await self._acquire(mooring, grant, ask)
             if answer.verdict is Verdict.GRANTED:
@@ -79,15 +81,18 @@ class Replicas:
 
     async def _acquire(self, mooring: Mooring, grant: Grant, ask: Ask) -> Answer:
         for _ in range(TRIES):
-            generation = mooring.generation
-            head = self._head(mooring)
-            pending = self.store.acquire(mooring.name, ask, head)
+            pending: asyncio.Future[Answer] | None = None
             try:
+                if not mooring.trusted(self._clock()):
+                    await self._register(mooring)
+                generation, head = mooring.generation, self._head(mooring)
+                pending = self.store.acquire(mooring.name, ask, head)
                 answer = await asyncio.shield(pending)
                 if answer.verdict is Verdict.UNREGISTERED:
                     await self._register(mooring)
             except asyncio.CancelledError:
-                pending.add_done_callback(lambda done: self._orphan(mooring, ask, done))
+                if pending is not None:
+                    pending.add_done_callback(lambda done: self._orphan(mooring, ask, done))
                 grant.give_back(self._clock())
                 raise
             except StateLost as lost:
@@ -182,7 +187,7 @@ class Replicas:
     async def _say_all(self, mooring: Mooring) -> bool:
         now, envelope = self._clock(), self.controller.envelope(mooring.name)
         if envelope is None:
-            return False
+            return True  # a closed gate: there is nothing to be asked for
         if not mooring.trusted(now):
             for lease in list(mooring.held.values()):
                 if not lease.sent:
@@ -237,7 +242,8 @@ class Replicas:
             return
         found = self.controller.head(mooring.name)
         head = found[0].name if found is not None else ""
-        if now >= mooring.beat_at or (found is not None and not head) or head != mooring.head:
+        wanted = bool(mooring.held) or found is not None or now < mooring.wanted_until
+        if (wanted and now >= mooring.beat_at) or (found is not None and not head) or head != mooring.head:
             self._start(self._beat(mooring, envelope))
         counted = self._count_of(mooring.name)
         if counted is not None and counted.asked_at > mooring.counted_at:

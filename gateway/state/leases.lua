@@ -150,8 +150,19 @@ end
 
 -- Owners ------------------------------------------------------------------------------------------------------------
 
+local owners_read
+local function owners()
+  if not owners_read then
+    owners_read = {}
+    local flat = redis.call('HGETALL', OWN)
+    for i = 1, #flat, 2 do owners_read[flat[i]] = flat[i + 1] end
+  end
+  return owners_read
+end
+
 local function alive(who)
-  local value = redis.call('HGET', OWN, who)
+  local value
+  if owners_read then value = owners_read[who] else value = redis.call('HGET', OWN, who) end
   if not value then return nil end
   local expiry, held_session = string.match(value, '^(%d+) (.*)$')
   return tonumber(expiry) > now, held_session
@@ -159,6 +170,7 @@ end
 
 local function forget(who)
   redis.call('HDEL', OWN, who)
+  if owners_read then owners_read[who] = nil end
   redis.call('HDEL', HEAD, who)
   redis.call('HDEL', SUM, 's|' .. who, 'b|' .. who)
 end
@@ -375,6 +387,7 @@ end
 
 -- Leases of owners that are gone end at their execution deadline; the owners that still have some are suspects.
 local function suspects()
+  owners()
   local holds, found, flat = {}, {}, redis.call('HGETALL', LEA)
   for i = 1, #flat, 2 do
     local who, deadline = unpack_lease(flat[i + 1])
@@ -382,12 +395,11 @@ local function suspects()
       if deadline <= now then drop(flat[i], flat[i + 1]) else holds[who] = true end
     end
   end
-  local owners = redis.call('HKEYS', OWN)
-  for _, who in ipairs(owners) do
-    if not alive(who) then
-      redis.call('HDEL', HEAD, who)
-      if not holds[who] then forget(who) end
-    end
+  local gone = {}
+  for who in pairs(owners()) do if not alive(who) then gone[#gone + 1] = who end end
+  for _, who in ipairs(gone) do
+    redis.call('HDEL', HEAD, who)
+    if not holds[who] then forget(who) end
   end
   for who in pairs(holds) do found[#found + 1] = who end
   return found
@@ -428,7 +440,7 @@ local function beat(digest, env, head, held)
   keep()
   local mine = redis.call('EXISTS', HEAD) == 1 and wake_next()
   local lives_now = {}
-  for _, who in ipairs(redis.call('HKEYS', OWN)) do if alive(who) then lives_now[#lives_now + 1] = who end end
+  for who in pairs(owners()) do if alive(who) then lives_now[#lives_now + 1] = who end end
   return {mine and 'next' or 'ok', view(owner, digest), table.concat(lives_now, ','), table.concat(found, ',')}
 end
 
