@@ -1,7 +1,6 @@
 """Everything at once, from a seed; then nothing is left over and every request was counted exactly once.
 
-A run is a number of requests, so that a slow machine takes longer and proves as much. PLIMSOLL_CHAOS_SEED repeats a run's
-luck; when things meet is up to the machine.
+PLIMSOLL_CHAOS_SEED repeats a run's luck; when things meet is up to the machine.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +24,7 @@ from tests.support.client import ask, within
 
 SEED = int(os.environ.get("PLIMSOLL_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
 WORKERS = 40
+FAIR = 400  # requests before the weather turns: they warm up what memory is compared with
 SPARE_FILES = 4  # a scrape's own, and a poll's
 TIMEOUTS = {
     "queue_s": 2, "connect_s": 0.5, "first_token_s": 1, "stall_s": 0.8, "execution_s": 8, "client_write_s": 0.5,
@@ -39,12 +40,12 @@ class Storm:
         self.luck = random.Random(SEED)
         self.weather = Weather(gateway, backends, random.Random(self.luck.random()))
 
-    async def callers(self, requests: int) -> None:
-        """Send about that many requests, from many workers."""
-        end = self.ledger.total + requests
+    async def callers(self, requests: int, seconds: float) -> None:
+        """Send about that many requests, from many workers, for at most so many seconds."""
+        end, due = self.ledger.total + requests, time.monotonic() + seconds
 
         async def work(caller: Caller) -> None:
-            while self.ledger.total < end:
+            while self.ledger.total < end and time.monotonic() < due:
                 await caller.go()
             caller.hang_up()
 
@@ -52,11 +53,11 @@ class Storm:
             for _ in range(WORKERS):
                 group.create_task(work(Caller(self.gateway.port, self.ledger, random.Random(self.luck.random()))))
 
-    async def rage(self, requests: int) -> None:
+    async def rage(self, requests: int, seconds: float) -> None:
         """Callers in bad weather; fair weather after it."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.weather.blow())
-            await self.callers(requests)
+            await self.callers(requests, seconds)
             self.weather.over.set()
         await self.weather.clear()
 
@@ -123,14 +124,14 @@ async def storm(folder: Path) -> AsyncIterator[Storm]:
             await backend.end()
 
 
-async def survives(folder: Path, requests: int, growth_kb: int) -> Storm:
-    """Run a storm of that many requests; memory may grow by `growth_kb` after a first, fair, part."""
+async def survives(folder: Path, requests: int, seconds: float, growth_kb: int) -> Storm:
+    """A storm of that many requests or seconds; memory may grow by `growth_kb` after a first, fair, part."""
     print(f"PLIMSOLL_CHAOS_SEED={SEED}")
     async with storm(folder) as it:
-        await it.callers(requests // 6)
+        await it.callers(FAIR, seconds)
         await it.calm()
         files, memory = it.gateway.open_files(), it.gateway.rss_kb()
-        await it.rage(requests - requests // 6)
+        await it.rage(requests, seconds)
         await it.calm()
         await it.serves()
         await it.accounts_are_right()
@@ -146,12 +147,12 @@ async def survives(folder: Path, requests: int, growth_kb: int) -> Storm:
 
 @pytest.mark.timeout(300)  # where much else runs
 async def test_a_short_storm_leaves_nothing_behind(tmp_path):
-    it = await survives(tmp_path, 2400, 24_000)
+    it = await survives(tmp_path, 2000, 60, 24_000)
     assert it.ledger.statuses[200] > 400 and it.ledger.cut + it.ledger.whole > 100  # it was not only refusals
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 async def test_a_long_storm_leaves_nothing_behind(tmp_path):
-    it = await survives(tmp_path, int(os.environ.get("PLIMSOLL_CHAOS_REQUESTS", "20000")), 40_000)
-    assert all(count > 1 for count in it.weather.seen.values()), it.weather.seen
+    it = await survives(tmp_path, 1_000_000, float(os.environ.get("PLIMSOLL_CHAOS_S", "120")), 40_000)
+    assert it.ledger.total > 2000
