@@ -14,6 +14,7 @@ from cryptography.x509.oid import NameOID
 
 from tests.support.client import KEY, post, within
 from tests.support.gateway import Backend, GatewayProcess
+from tests.support.quay import Quay
 from tests.support.raw import dial, request
 from tests.support.upstream import COMPLETION, ScriptedUpstream
 
@@ -65,11 +66,7 @@ class TlsGateway(GatewayProcess):
     async def gate(self, backend: str) -> str:
         return next(each["gate"] for each in (await self.status())["backends"] if each["name"] == backend)
 
-    async def in_flight(self) -> float:
-        return sum(each["in_flight_requests"] for each in (await self.status())["backends"])
-
-    async def queued(self) -> float:
-        return sum(each["requests"] for each in (await self.status())["queues"])
+    settled = Quay.settled
 
     async def _all_open(self) -> bool:
         return all([await self.is_open(name) for name in ("private", "named", "socket", "prefixed")])
