@@ -33,6 +33,7 @@ from gateway.edge.rules import PathRules
 from gateway.edge.shell import Rules
 from gateway.edge.tokens import CountPool
 from gateway.errors import Axis, PlimsollError
+from gateway.evidence.record import RecordError, load
 from gateway.evidence.store import RecordStore, StoreError, StoreReport
 from gateway.fleet import Fleet
 from gateway.flow.controller import Controller
@@ -145,7 +146,16 @@ class App:
             berth = self.fleet.berths.get(backend)
             return berth.watch.counted if berth is not None else None
 
-        return Sharing(lambda: self.policy, self.instance, self._trigger, count_of, lambda: tuple(self.fleet.berths))
+        return Sharing(lambda: self.policy, self.instance, self._trigger, count_of, lambda: self.fleet, self._take_record)
+
+    async def _take_record(self, raw: bytes) -> None:
+        """A record that was pushed to another replica."""
+        try:
+            await asyncio.to_thread(self.store.put, await asyncio.to_thread(load, raw))
+        except (RecordError, StoreError) as error:
+            log.warning("a record from another replica cannot be taken up: %s", error)
+            return
+        await self.look_at_records()
 
     # Life
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from gateway import policy as policies
+from gateway.evidence.record import dump
+from gateway.fleet import Fleet
 from gateway.flow.controller import Trigger
 from gateway.flow.grant import Grant
 from gateway.flow.shared import SharedController
 from gateway.forward.watch import Counted
 from gateway.replicas import Replicas
+from gateway.state.leases import StateLost
+from gateway.state.news import News
 from gateway.state.redis_store import RedisLeases
 
 LEAVE_S = 0.5
+NEWS_S = 0.1
+SHARE_S = 60.0  # records are said again, so that they are kept and late replicas find them
 
 
 class Sharing:
@@ -30,11 +37,14 @@ class Sharing:
         owner: str,
         on_trigger: Trigger,
         count_of: Callable[[str], Counted | None],
-        backends: Callable[[], Iterable[str]],
+        fleet: Callable[[], Fleet],
+        take: Callable[[bytes], Awaitable[None]],
     ) -> None:
         first, state = policy(), policy().state
         self.degraded = True  # until the first connection
-        self._policy, self._backends = policy, backends
+        self._policy, self._fleet, self._take = policy, fleet, take
+        self._open: dict[str, str] = {}  # the configuration each gate was last open on
+        self._arrived: list[bytes] = []
         self.controller = SharedController(first.queue, time.monotonic, on_trigger, first.breaker)
         self._replicas = Replicas(
             self.controller,
@@ -54,6 +64,8 @@ class Sharing:
             on_state=self._replicas.state,
         )
 
+        self._news = News(self._store, state.namespace, on_drift=self._doubt, on_record=self._arrived.append)
+
     def _set_degraded(self, degraded: bool) -> None:
         self.degraded = degraded
 
@@ -65,7 +77,42 @@ class Sharing:
         """Stay connected and alive until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._store.run())
-            group.create_task(self._replicas.run(self._backends))
+            group.create_task(self._replicas.run(lambda: tuple(self._fleet().berths)))
+            group.create_task(self._tell())
+
+    # Beside leases
+
+    def _doubt(self, backend: str, hash_: str) -> None:
+        berth = self._fleet().berths.get(backend)
+        if berth is not None:
+            berth.watch.doubt(hash_)
+
+    async def _tell(self) -> None:
+        """Tell what changed here, take what arrived; both at most `NEWS_S` late."""
+        share_at, shared = 0.0, None
+        while True:
+            await asyncio.sleep(NEWS_S)
+            self._tell_drift()
+            arrived, self._arrived[:] = list(self._arrived), []
+            for raw in arrived:
+                await self._take(raw)
+            records, now = self._fleet().store.records, time.monotonic()
+            if not self.degraded and (records is not shared or now >= share_at):
+                try:
+                    await self._news.share([(name, partial(dump, record)) for name, record in records.items()])
+                except StateLost:
+                    continue  # told elsewhere; again when it is back
+                shared, share_at = records, now + SHARE_S
+
+    def _tell_drift(self) -> None:
+        """A gate that was open and is closed because something else answers."""
+        for name, berth in self._fleet().berths.items():
+            identity = berth.watch.observation.identity
+            if berth.hash is not None:
+                self._open[name] = berth.hash
+            elif name in self._open and identity is not None and identity.hash not in (None, self._open[name]):
+                del self._open[name]
+                self._news.drift(name, str(identity.hash))
 
     async def leave(self) -> None:
         """Hand every place over to the others, as far as that can be done soon."""

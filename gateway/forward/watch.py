@@ -207,6 +207,11 @@ class Watch:
         self._distrust(hash_)
         return False
 
+    def doubt(self, hash_: str) -> None:
+        """Another replica saw this configuration: unless it is the expected one, nothing is sent until we have looked ourselves."""
+        if self.expected_hash is not None and hash_ != self.expected_hash:
+            self._distrust(hash_)
+
     def _distrust(self, hash_: str | None) -> None:
         """Another configuration than the expected one answered: nothing is dispatched until the next poll explains it."""
         self.upstream.forget_idle()

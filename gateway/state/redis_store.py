@@ -49,7 +49,7 @@ class RedisLeases:
         self._on_wake, self._on_state = on_wake, on_state
         self._session = 0
         self._run = ""
-        self._channels: dict[bytes, str] = {}
+        self._channels: dict[bytes, Callable[[bytes], None]] = {}
         self._keys: dict[str, tuple[str, ...]] = {}
         self.operations = 0
         self.link = Link(url, timeout_s=timeout_s, on_up=self._up, on_lost=on_state, on_message=self._message)
@@ -68,17 +68,27 @@ class RedisLeases:
 
     def listen(self, backend: str) -> None:
         """Hear when this replica's head on a backend may come."""
-        channel = (self._names(backend)[0] + ":wake").encode()
-        if channel not in self._channels:
-            self._channels[channel] = backend
+        mine = self.owner.encode()
+
+        def heard(data: bytes) -> None:
+            owner, _, view = data.partition(b" ")
+            if owner == mine:
+                self._on_wake(backend, View.parse(view))
+
+        self.hear(self._names(backend)[0] + ":wake", heard)
+
+    def hear(self, channel: str, heard: Callable[[bytes], None]) -> None:
+        """Hear a channel from now on, over every connection there will be."""
+        name = channel.encode()
+        if name not in self._channels:
+            self._channels[name] = heard
             if self.link.up:
-                self.link.send("SUBSCRIBE", channel)
+                self.link.send("SUBSCRIBE", name)
 
     def _message(self, channel: bytes, data: bytes) -> None:
-        backend = self._channels.get(channel)
-        owner, _, view = data.partition(b" ")
-        if backend is not None and owner == self.owner.encode():
-            self._on_wake(backend, View.parse(view))
+        heard = self._channels.get(channel)
+        if heard is not None:
+            heard(data)
 
     # Operations
 
