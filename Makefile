@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in /usr/bin/python3 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { command -v $$p; break; }; done)
 PY := .venv/bin/python
 
-.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload soak constraints clean
+.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload soak audit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,10 @@ bench-overload: setup ## goodput at 0.5 to 4 times the qualified capacity
 
 soak: setup ## ten minutes of load, a storm, crowds of clients; memory must stay flat (PLIMSOLL_SOAK_S=60 for a short one)
 	$(PY) -m pytest -s -m 'slow and not live' tests
+
+audit: setup ## known vulnerabilities in what is pinned (needs the network: it asks the package index's advisories)
+	$(PY) -m pip --disable-pip-version-check install --quiet 'pip-audit>=2.9'
+	$(PY) -m pip_audit --no-deps --disable-pip -r constraints.txt
 
 constraints: setup ## write the versions that are installed now to constraints.txt
 	@$(PY) -m pip --disable-pip-version-check freeze --exclude-editable | LC_ALL=C sort -f >constraints.txt.new

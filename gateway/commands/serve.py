@@ -22,6 +22,7 @@ def serve(
         raise typer.BadParameter("debug, info, warning or error", param_hint="--log-level")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("plimsoll").setLevel(level)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of each bad upload: no client fills the log
     code = uvloop.run(server.run(policy))
     if code:
         raise typer.Exit(code)
