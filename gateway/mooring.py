@@ -11,6 +11,7 @@ from typing import Protocol
 
 from gateway.flow.envelope import Envelope
 from gateway.flow.shared import SharedController
+from gateway.shared_quotas import Taken
 from gateway.state.leases import Answer, Ask, LeaseStore, Row, Rules, Verdict, View
 
 
@@ -25,11 +26,12 @@ class Neighbours(Protocol):
 class Lease:
     """What was agreed for one grant. `sent`: the request may be at the backend."""
 
-    __slots__ = ("_mooring", "ask", "sent", "void")
+    __slots__ = ("_mooring", "ask", "quota", "sent", "void")
 
     def __init__(self, mooring: Mooring, ask: Ask) -> None:
         self._mooring, self.ask = mooring, ask
         self.sent = self.void = False
+        self.quota: Taken | None = None
         mooring.held[ask.lease] = self
 
     def dispatch(self, now: float) -> bool:
@@ -42,7 +44,9 @@ class Lease:
         return True
 
     def end(self, refund: float) -> None:
-        """The request is over, or was never sent."""
+        """The request is over, or was never sent: the part of its cost that comes back is that of its tokens, too."""
+        if self.quota is not None and refund > 0:
+            self.quota.back(0 if self.sent else 1, refund / self.ask.cost)
         if self._mooring.held.pop(self.ask.lease, None) is not None:
             self._mooring.settle(self.ask, refund)
 

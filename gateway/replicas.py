@@ -23,6 +23,7 @@ from gateway.flow.shared import SharedController
 from gateway.flow.waiting import Waiting
 from gateway.forward.watch import Counted
 from gateway.mooring import Lease, Mooring
+from gateway.shared_quotas import SharedQuotas, Taken
 from gateway.state.leases import WOKEN_S, Answer, Ask, LeaseStore, StateLost, Verdict, View
 
 log = logging.getLogger("plimsoll.state")
@@ -51,6 +52,7 @@ class Replicas:
     ) -> None:
         self.controller = controller
         self.store: LeaseStore
+        self.quotas: SharedQuotas | None = None
         self.apart = False
         self._share, self._lease_s, self._longest_s = share, lease_s, longest_s
         self._on_degraded, self._clock, self._count_of = on_degraded, clock, count_of
@@ -65,6 +67,35 @@ class Replicas:
 
     async def confirm(self, grant: Grant) -> Grant:
         """Have a provisional grant agreed, waiting for room where others hold it. Raises Refused."""
+        taken = self.quotas.take(grant.demand) if self.quotas is not None and self._lost is None else None
+        if taken is None:
+            return await self._agreed(grant)
+        try:
+            grant = await self._agreed(grant)
+        except (Refused, asyncio.CancelledError):
+            taken.undo()
+            raise
+        return await self._within_quota(grant, taken)
+
+    async def _within_quota(self, grant: Grant, taken: Taken) -> Grant:
+        """The tenant's buckets were asked in the same round trip; what they refuse goes back whole. Raises Refused."""
+        try:
+            refusal = await taken.refusal()
+        except StateLost as lost:
+            self.lost(str(lost))
+            return grant  # it was agreed, and the quotas are counted here as well
+        except asyncio.CancelledError:
+            grant.give_back(self._clock())
+            taken.undo()
+            raise
+        if refusal is not None:
+            grant.give_back(self._clock())
+            raise Refused(refusal)
+        if isinstance(grant.lease, Lease):
+            grant.lease.quota = taken
+        return grant
+
+    async def _agreed(self, grant: Grant) -> Grant:
         while True:
             mooring = self.mooring(grant.backend)
             envelope = self.controller.envelope(grant.backend)

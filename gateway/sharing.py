@@ -19,6 +19,7 @@ from gateway.flow.grant import Grant
 from gateway.flow.shared import SharedController
 from gateway.forward.watch import Counted
 from gateway.replicas import Replicas
+from gateway.shared_quotas import SharedQuotas
 from gateway.state.leases import StateLost
 from gateway.state.news import News
 from gateway.state.redis_store import RedisLeases
@@ -64,6 +65,7 @@ class Sharing:
             on_state=self._replicas.state,
         )
 
+        self._replicas.quotas = SharedQuotas(self._store, state.namespace)
         self._news = News(self._store, state.namespace, on_drift=self._doubt, on_record=self._arrived.append)
 
     def _set_degraded(self, degraded: bool) -> None:

@@ -208,7 +208,7 @@ class Watch:
         return False
 
     def doubt(self, hash_: str) -> None:
-        """Another replica saw this configuration: unless it is the expected one, nothing is sent until we have looked ourselves."""
+        """Another replica saw this configuration: unless it is the expected one, nothing is sent until we have looked."""
         if self.expected_hash is not None and hash_ != self.expected_hash:
             self._distrust(hash_)
 
