@@ -63,7 +63,7 @@ def test_guided_by_coverage(target, tmp_path):
     corpus.mkdir()
     for number, seed in enumerate(SEEDS[target]):
         (corpus / f"seed-{number}").write_bytes(seed)
-    command = [sys.executable, "-m", "tests.fuzz.guided", target, f"-runs={GUIDED[target]}", "-timeout=30", "-max_len=4096",
+    command = [sys.executable, "-m", "tests.fuzz.guided", target, f"-runs={GUIDED[target]}", "-timeout=300", "-max_len=4096",
                f"-artifact_prefix={tmp_path}/", str(corpus)]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
