@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -55,6 +56,8 @@ async def run(policy_file: Path, *, ready: asyncio.Event | None = None) -> int:
     for _, sock in servers:
         sock.listen(BACKLOG)  # what is said next is true from here on: the kernel holds connections until uvicorn accepts
     serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
+    gc.collect()
+    gc.freeze()  # what was made for the whole life of the process is not looked at again and again
     _say(app, policy, public, private)
     if ready is not None:
         ready.set()

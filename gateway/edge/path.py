@@ -203,6 +203,7 @@ class DataPath:
         self._settle(job, now)
         self.jobs.discard(job)
         self._account(job.exchange, now)
+        job.relay = None  # each knows the other: left so, only the garbage collector would free what the request held
         if self.draining and not self.jobs:
             self._quiet.set()
 
