@@ -1,13 +1,11 @@
 -- Admission over all replicas of one backend; the rules are in the docstring of gateway.state.leases.
--- KEYS: sum, own, lea, head, vt (one hash tag). ARGV: op, owner, session, lease_ms, ttl_ms, run, then what the op takes.
+-- A library of functions, made once: what changes from call to call is set by `run`, at the end.
+-- KEYS: sum, own, lea, head, vt (one hash tag). ARGV: op, owner, session, lease_ms, ttl_ms, run id, then what the op takes.
 -- Server time only. Every key that is written gets its TTL in the same call.
-local SUM, OWN, LEA, HEAD, VT = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local op, owner, session, run = ARGV[1], ARGV[2], ARGV[3], ARGV[6]
-local lease_ms, ttl_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
-local clock = redis.call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local SUM, OWN, LEA, HEAD, VT, CHANNEL, all_keys
+local owner, session, run, lease_ms, ttl_ms, now
+local rows_of, owners_read
 local WOKEN_MS, OVERTAKINGS = 200, 8
-local CHANNEL = SUM .. ':wake'
 -- Positions in a packed request.
 local ID, MASK, TASK, FEATURES, INPUT, OUTPUT, SEQS, BLOCKS, PRIO, TENANT, WEIGHT, COST, WAITED, EXEC, DIGEST =
   1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
@@ -15,17 +13,24 @@ local ID, MASK, TASK, FEATURES, INPUT, OUTPUT, SEQS, BLOCKS, PRIO, TENANT, WEIGH
 local function whole(value) return string.format('%.0f', value) end
 
 local function keep()
-  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
+  for _, key in ipairs(all_keys) do redis.call('PEXPIRE', key, ttl_ms) end
 end
 
 -- Envelopes ---------------------------------------------------------------------------------------------------------
 
-local rows_of = {}
-local function rows(digest)
-  if rows_of[digest] == nil then
-    local text = redis.call('HGET', SUM, 'e|' .. digest)
-    rows_of[digest] = text and cjson.decode(text) or false
+-- What a digest stands for never changes, so that it is read once for all calls; whether it is in use is asked every time.
+local read, reads = {}, 0
+local function known_rows(digest, in_use)
+  if not in_use then return false end
+  if not read[digest] then
+    if reads >= 1000 then read, reads = {}, 0 end
+    read[digest], reads = cjson.decode(redis.call('HGET', SUM, 'e|' .. digest)), reads + 1
   end
+  return read[digest]
+end
+
+local function rows(digest)
+  if rows_of[digest] == nil then rows_of[digest] = known_rows(digest, redis.call('HEXISTS', SUM, 'e|' .. digest) == 1) end
   return rows_of[digest]
 end
 
@@ -91,10 +96,10 @@ end
 -- What is in flight, seen under one envelope, in one read: sequences, blocks, of which the owner's own, and per box how many
 -- requests are outside; and the epoch.
 local function look(digest, size, who)
-  local names = {'run', 'from', 'strange', 'envs', 'e|' .. digest, 's', 'b', 's|' .. who, 'b|' .. who}
+  local names = {'run', 'from', 'strange', 'envs', 'u|' .. digest, 's', 'b', 's|' .. who, 'b|' .. who}
   for i = 1, size do names[9 + i] = 'o|' .. digest .. '|' .. i end
   local found = redis.call('HMGET', SUM, unpack(names))
-  if rows_of[digest] == nil then rows_of[digest] = found[5] and cjson.decode(found[5]) or false end
+  if rows_of[digest] == nil then rows_of[digest] = known_rows(digest, found[5]) end
   local seen = {
     run = found[1], from = tonumber(found[2] or 0), strange = tonumber(found[3] or 0), envs = found[4], digest = digest, who = who,
     s = tonumber(found[6] or 0), b = tonumber(found[7] or 0), own_s = tonumber(found[8] or 0), own_b = tonumber(found[9] or 0),
@@ -150,7 +155,6 @@ end
 
 -- Owners ------------------------------------------------------------------------------------------------------------
 
-local owners_read
 local function owners()
   if not owners_read then
     owners_read = {}
@@ -473,10 +477,22 @@ local function strange(names)
   return {'ok', '0 0 -'}
 end
 
-if op == 'acquire' then return acquire(ARGV[7], ARGV[8]) end
-if op == 'settle' then return settle(ARGV[7], ARGV[8], ARGV[9], tonumber(ARGV[10])) end
-if op == 'beat' then return beat(ARGV[7], ARGV[8], ARGV[9], ARGV[10]) end
-if op == 'reap' then return reap(ARGV[7]) end
-if op == 'strange' then return strange(ARGV[7]) end
-if op == 'withdraw' then return release(owner) end
-return redis.error_reply('ERR no such operation')
+local operations = {
+  acquire = function(a) return acquire(a[7], a[8]) end,
+  settle = function(a) return settle(a[7], a[8], a[9], tonumber(a[10])) end,
+  beat = function(a) return beat(a[7], a[8], a[9], a[10]) end,
+  reap = function(a) return reap(a[7]) end,
+  strange = function(a) return strange(a[7]) end,
+  withdraw = function() return release(owner) end,
+}
+
+redis.register_function('FUNCTION_NAME', function(keys, args)
+  SUM, OWN, LEA, HEAD, VT, all_keys = keys[1], keys[2], keys[3], keys[4], keys[5], keys
+  CHANNEL = SUM .. ':wake'
+  owner, session, run = args[2], args[3], args[6]
+  lease_ms, ttl_ms = tonumber(args[4]), tonumber(args[5])
+  rows_of, owners_read = {}, nil
+  local clock = redis.call('TIME')
+  now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+  return operations[args[1]](args)
+end)

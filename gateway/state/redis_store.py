@@ -1,6 +1,6 @@
-"""Leases on Redis: one script, one round trip an operation.
+"""Leases on Redis: one function, one round trip an operation.
 
-Owns the script's text and digest, the names of the keys and the session of this replica's connection. Promises: a command of an
+Owns the library of functions, the names of the keys and the session of this replica's connection. Promises: a command of an
 earlier connection grants nothing (its session is over), so that an acquire that was executed late leaves nothing behind; a
 script that Redis has forgotten is sent again. The keys of a backend share one hash tag, so that they lie on one node of a
 cluster; the tag begins with the version of the layout, so that replicas of two versions never read each other's.
@@ -22,8 +22,9 @@ from gateway.state.leases import Answer, Ask, Rules, StateLost, Verdict, View, W
 from gateway.state.link import Link
 
 LAYOUT = "v1"
-SCRIPT = files("gateway.state").joinpath("leases.lua").read_bytes()
-DIGEST = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
+_SOURCE = files("gateway.state").joinpath("leases.lua").read_bytes()
+FUNCTION = f"plimsoll_{LAYOUT}_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"  # two versions of the rules are two libraries
+LIBRARY = f"#!lua name={FUNCTION}\n".encode() + _SOURCE.replace(b"FUNCTION_NAME", FUNCTION.encode())
 _KEPT_S = 120.0  # keys outlive the longest execution by so much
 
 
@@ -61,7 +62,7 @@ class RedisLeases:
     def _up(self, run_id: str) -> None:
         self._session += 1
         self._run = run_id
-        self.link.send("SCRIPT", "LOAD", SCRIPT)
+        self.link.send("FUNCTION", "LOAD", "REPLACE", LIBRARY)
         for channel in self._channels:
             self.link.send("SUBSCRIBE", channel)
         self._on_state(None)
@@ -118,13 +119,14 @@ class RedisLeases:
             "5", *names, operation, self.owner, str(self._session), str(self._lease_ms), str(self._ttl_ms), self._run, *more,
         )  # fmt: skip
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.link.send("EVALSHA", DIGEST, *words).add_done_callback(lambda sent: self._done(sent, answer, words))
+        self.link.send("FCALL", FUNCTION, *words).add_done_callback(lambda sent: self._done(sent, answer, words))
         return answer
 
     def _done(self, sent: asyncio.Future[Any], answer: asyncio.Future[Answer], words: tuple[bytes | str, ...] | None) -> None:
         error = sent.exception()
-        if error is not None and str(error).startswith("NOSCRIPT") and words is not None:
-            self.link.send("EVAL", SCRIPT, *words).add_done_callback(lambda again: self._done(again, answer, None))
+        if error is not None and "Function not found" in str(error) and words is not None:
+            self.link.send("FUNCTION", "LOAD", "REPLACE", LIBRARY)
+            self.link.send("FCALL", FUNCTION, *words).add_done_callback(lambda again: self._done(again, answer, None))
             return
         if answer.done():
             return

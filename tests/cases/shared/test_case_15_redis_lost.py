@@ -18,7 +18,8 @@ Change = Callable[[Pair], None]
 
 def _no_auth(pair: Pair) -> None:
     pair.redis.client.config_set("requirepass", "secret")
-    pair.redis.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    for kind in ("normal", "pubsub"):
+        pair.redis.client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
 
 
 LOSSES: dict[str, tuple[Change, Change]] = {
@@ -69,6 +70,6 @@ async def test_a_flush_forgets_nothing_that_runs(pair: Pair) -> None:
     await asyncio.gather(*held)
 
 
-async def test_forgotten_scripts_are_sent_again(pair: Pair) -> None:
-    pair.redis.client.script_flush()
+async def test_forgotten_functions_are_sent_again(pair: Pair) -> None:
+    pair.redis.client.function_flush()
     await pair.serving()
