@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from gateway.edge import openapi
 from tests.support.gateway import KEYS
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -44,5 +45,13 @@ def play(base: str) -> dict[str, int]:
 
 async def test_operators_routes_conform(fort):
     made = await asyncio.to_thread(play, f"http://127.0.0.1:{fort.gateway.admin_port}")
-    assert len(made) == 13 and sum(made.values()) > 40, sorted(made)
+    document = openapi.document("any")
+    operators = {
+        f"{method.upper()} {path}"
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+        if "operator" in operation.get("tags", ())
+    }
+    assert set(made) == operators - {"GET /openapi.json"}  # the document itself was read to begin with
+    assert sum(made.values()) > 40
     assert fort.calls == 0
