@@ -199,8 +199,11 @@ class GatewayProcess:
                 sys.executable, "-m", "gateway", "serve", "--policy", str(self.folder / "policy.yaml"),
                 stdout=log, stderr=log, cwd=ROOT, env={"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **self.env},
             )  # fmt: skip
-        await within(START_S, self._listens, "the gateway listens\n" + self.log())
-        await within(START_S, self._all_open, "every gate is open")
+        try:
+            await within(START_S, self._listens, "the gateway listens")
+            await within(START_S, self._all_open, "every gate is open")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}") from error
 
     def _listens(self) -> bool:
         assert self.process is not None and self.process.returncode is None, self.log()
