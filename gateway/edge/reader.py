@@ -139,7 +139,9 @@ class Reader:
         receiving.keep_alive = parser.should_keep_alive()
         if not receiving.keep_alive or b"connection" in fields:
             receiving.http_1_0 = parser.get_http_version() == "1.0"
-        receiving.expects_continue = b"expect" in fields and fields[b"expect"].lower() == b"100-continue" and not receiving.http_1_0
+        receiving.expects_continue = (
+            b"expect" in fields and fields[b"expect"].lower() == b"100-continue" and not receiving.http_1_0
+        )
         receiving.head_done = True
 
     def on_body(self, body: bytes) -> None:
