@@ -282,12 +282,15 @@ class Fleet:
             berth.probing = asyncio.create_task(self._probe(backend, berth))
 
     async def _probe(self, name: str, berth: Berth) -> None:
+        breaker = self._controller.breaker(name)
+        generation = breaker.generation
         try:
             model = next((m.upstream_model or n for n, m in self._models_of(name).items()), "")
             body = {"model": model, "prompt": [100], "max_tokens": 1}
             answer = await berth.watch.post("/v1/completions", orjson.dumps(body), PROBE_S)
             broken = answer is None or answer[0] >= 500
-            self._controller.report(name, Result.FAILURE if broken else Result.SUCCESS, self._clock())
+            if breaker.generation == generation:  # what is known of an earlier state says nothing about this one
+                self._controller.report(name, Result.FAILURE if broken else Result.SUCCESS, self._clock())
         finally:
             berth.probing = None
 
