@@ -10,7 +10,7 @@ from tests.cases.common import released_by, saying, silent
 from tests.support.client import ask, post, wire, within
 from tests.support.upstream import COMPLETION, SSE_HEAD, Call, completion, response
 
-COOLDOWN_S = 0.5
+COOLDOWN_S = 0.3
 
 
 async def opened(tideway) -> None:

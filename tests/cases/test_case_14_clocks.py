@@ -10,7 +10,7 @@ import pytest
 
 from tests.cases.common import Outcomes, head_only, request_id, saying, silent, slot_is_free, streaming_for, two_then_silent
 from tests.cases.conftest import TIMEOUTS
-from tests.support.client import ask, open_stream, within
+from tests.support.client import Response, ask, open_stream, within
 from tests.support.upstream import COMPLETION, LAST_CHUNK, SSE_HEAD, STREAM, Call, chunk, completion, delta
 
 STALL_S, EXECUTION_S, QUEUE_S = TIMEOUTS["stall_s"], TIMEOUTS["execution_s"], TIMEOUTS["queue_s"]
@@ -42,20 +42,35 @@ SILENCES = {
 }
 
 
-@pytest.mark.parametrize("name", SILENCES)
-async def test_silence_is_ended(harbour, name):
-    script, status, code = SILENCES[name]
+async def all_silences(harbour) -> list[Response]:
+    """One request to each script of SILENCES, in their order and all at once."""
+    upstream = harbour["eight"]
+    upstream.next_scripts.extend(script for script, _, _ in SILENCES.values())
+    asked = []
+    for count in range(1, len(SILENCES) + 1):
+        asked.append(asyncio.create_task(ask(harbour.port, model="eight", stream=True)))
+        await upstream.called(count)
+    return await asyncio.gather(*asked)
+
+
+async def test_silence_is_ended(harbour):
+    outcomes = await Outcomes(harbour.gateway, "eight").take()
+    for name, got in zip(SILENCES, await all_silences(harbour), strict=True):
+        _, status, code = SILENCES[name]
+        assert got.status == status, name
+        if status == 200:
+            assert not got.whole and got.body.endswith(b"\n\n"), name
+            assert json.loads(got.events()[-1])["error"]["code"] == code, name
+        else:
+            assert (got.code, got.fields["x-should-retry"]) == (code, "false"), name
+    assert all([await call.gone(2) for call in harbour["eight"].calls])
+    assert await outcomes.since() == {("failed", "first_token_timeout"): 4, ("failed", "stall_timeout"): 1}
+
+
+@pytest.mark.parametrize("script", [silent, two_then_silent])
+async def test_after_silence_the_slot_is_free(harbour, script):
     harbour["one"].script = script
-    outcomes = await Outcomes(harbour.gateway, "one").take()
-    got = await ask(harbour.port, model="one", stream=True)
-    assert got.status == status
-    if status == 200:
-        assert not got.whole and got.body.endswith(b"\n\n")
-        assert json.loads(got.events()[-1])["error"]["code"] == code
-    else:
-        assert (got.code, got.fields["x-should-retry"]) == (code, "false")
-    await harbour["one"].calls[0].gone(2)
-    assert await outcomes.since() == {("failed", code): 1}
+    await ask(harbour.port, model="one", stream=True)
     harbour["one"].script = completion
     await slot_is_free(harbour.gateway)
 
@@ -83,15 +98,12 @@ async def test_an_answer_that_is_not_streamed_has_no_first_token(harbour):
     assert (await ask(harbour.port, model="one")).status == 200
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_the_whole_of_an_answer_has_a_limit(harbour, stream):
-    harbour["one"].script = streaming_for(3 * EXECUTION_S)
-    got = await ask(harbour.port, model="one", stream=stream)
-    if stream:
-        assert json.loads(got.events()[-1])["error"]["code"] == "execution_timeout" and not got.whole
-    else:
-        assert (got.status, got.code) == (504, "execution_timeout")
-    await harbour["one"].calls[0].gone(2)
+async def test_the_whole_of_an_answer_has_a_limit(harbour):
+    harbour["eight"].script = streaming_for(3 * EXECUTION_S)
+    streamed, held = await asyncio.gather(*(ask(harbour.port, model="eight", stream=stream) for stream in (True, False)))
+    assert json.loads(streamed.events()[-1])["error"]["code"] == "execution_timeout" and not streamed.whole
+    assert (held.status, held.code) == (504, "execution_timeout")
+    assert all([await call.gone(2) for call in harbour["eight"].calls])
 
 
 async def test_waiting_too_long_is_no_fault_of_the_backend(harbour):
@@ -108,7 +120,7 @@ async def test_waiting_too_long_is_no_fault_of_the_backend(harbour):
 async def test_time_in_the_queue_is_not_charged_to_the_answer(harbour):
     """Waiting and answering together take longer than an answer may; each alone does not."""
     harbour["one"].next_scripts.append(streaming_for(1))
-    harbour["one"].script = streaming_for(3)
+    harbour["one"].script = streaming_for(2.7)
     async with open_stream(harbour.port, model="one"):
         began = time.monotonic()
         got = await ask(harbour.port, model="one", stream=True)
@@ -118,15 +130,17 @@ async def test_time_in_the_queue_is_not_charged_to_the_answer(harbour):
     assert row["outcome"] == "served" and row["queue_ms"] > 500
 
 
-@pytest.mark.parametrize("header", ["x-request-timeout", "x-stainless-timeout", "x-stainless-read-timeout"])
-@pytest.mark.parametrize("stream", [True, False])
-async def test_the_callers_patience_is_answered_before_it_ends(harbour, header, stream):
-    harbour["one"].script = silent
+async def test_the_callers_patience_is_answered_before_it_ends(harbour):
+    harbour["eight"].script = silent
     began = time.monotonic()
-    got = await ask(harbour.port, None, f"{header}: 0.6", model="one", stream=stream)
-    assert (got.status, got.code, got.fields["x-should-retry"]) == (504, "caller_deadline", "false")
+    headers = ("x-request-timeout", "x-stainless-timeout", "x-stainless-read-timeout")
+    asked = [
+        ask(harbour.port, None, f"{header}: 0.6", model="eight", stream=stream) for header in headers for stream in (True, False)
+    ]
+    for got in await asyncio.gather(*asked):
+        assert (got.status, got.code, got.fields["x-should-retry"]) == (504, "caller_deadline", "false")
     assert time.monotonic() - began >= 0.4
-    await harbour["one"].calls[0].gone(2)
+    assert all([await call.gone(2) for call in harbour["eight"].calls])
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "0", "soon", "inf", "1e999", "", "NaN", "0x10", "٣"])

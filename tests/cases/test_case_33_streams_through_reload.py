@@ -21,7 +21,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 async def test_what_runs_goes_on(tideway, name):
     gateway, change = tideway.gateway, CHANGES[name]
-    tideway["left"].script = streaming_for(1.5)
+    tideway["left"].script = streaming_for(1)
     async with open_stream(tideway.port, model="left") as stream:
         if change.get("backends") == "foreign":
             document = gateway.policy()
