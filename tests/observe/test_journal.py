@@ -88,7 +88,7 @@ def test_a_sink_that_cannot_be_opened_loses_lines_and_says_so_once(tmp_path: Pat
     sink.write([b"a\n", b"b\n"])
     sink.write([b"c\n"])
     assert sink.lost == 3
-    assert len(caplog.records) == 1
+    assert sum(str(tmp_path) in record.getMessage() for record in caplog.records) == 1  # threads of other journals may log too
     (tmp_path / "no" / "such").mkdir(parents=True)
     sink.write([b"d\n"])
     sink.close()
