@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -55,9 +56,10 @@ def open_for_writing(pid: int) -> set[Path]:
     found = set()
     for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
         target = Path(f"/proc/{pid}/fd/{entry.name}")
-        flags = int(next(line.split()[1] for line in entry.read_text().splitlines() if line.startswith("flags:")), 8)
-        if flags & os.O_ACCMODE != os.O_RDONLY and stat.S_ISREG(target.stat().st_mode):
-            found.add(target.readlink())
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            flags = int(next(line.split()[1] for line in entry.read_text().splitlines() if line.startswith("flags:")), 8)
+            if flags & os.O_ACCMODE != os.O_RDONLY and stat.S_ISREG(target.stat().st_mode):
+                found.add(target.readlink())
     return found
 
 

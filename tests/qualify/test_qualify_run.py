@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -251,7 +252,9 @@ def test_an_interrupt_leaves_no_file_and_a_full_run_prints_json(tmp_path: Path) 
             url = json.loads(server.stdout.readline())["url"]
             out = tmp_path / "records"
             long = [*run, "--backend", url, "--plan", "standard", "--out", str(out)]
-            with subprocess.Popen(long, stderr=subprocess.PIPE, text=True, env=environment) as running:
+            # A shell gives its background jobs a SIGINT that is ignored, and children inherit that.
+            heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            with subprocess.Popen(long, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heard) as running:
                 assert running.stderr is not None
                 while "at once" not in (line := running.stderr.readline()):
                     assert line, "the run ended before its first level"

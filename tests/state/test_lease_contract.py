@@ -80,7 +80,7 @@ async def test_a_release_wakes_the_replica_that_waits(replicas: World) -> None:
     waiting = ask()
     assert (await b.acquire(waiting)).verdict is DENIED
     await a.settle(held[0])
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         await b.woken.wait()
     assert b.wakes == [View(7, 14, 0b11)]
     assert (await b.acquire(waiting)).verdict is GRANTED
@@ -95,7 +95,7 @@ async def test_room_for_several_wakes_one_after_the_other(replicas: World) -> No
     await c.acquire(second)
     await a.settle(block)
     for replica, request in ((b, first), (c, second)):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             await replica.woken.wait()
         await replica.takes(request)
 
@@ -109,7 +109,7 @@ async def test_a_newcomer_yields_to_a_more_urgent_head_that_fits(replicas: World
     await a.settle(block)
     assert (await c.acquire(ask(priority=1))).verdict is Verdict.BEHIND
     await b.takes(urgent)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         await c.woken.wait()
 
 
@@ -162,7 +162,7 @@ async def test_room_is_held_for_a_head_that_was_passed_often_enough(replicas: Wo
         await a.settle(request)
     assert (await a.acquire(rest[-1])).verdict is Verdict.HELD
     await a.settle(first)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         await b.woken.wait()
 
 
@@ -236,7 +236,7 @@ async def test_leaving_gives_the_place_over(replicas: World) -> None:
     await a.takes(*(ask() for _ in range(8)))
     await b.acquire(ask())
     await a.store.withdraw("b")
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         await b.woken.wait()
     assert (await b.acquire(ask())).verdict is GRANTED
 
