@@ -11,6 +11,12 @@ import shutil
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# Generated cases are new ones on every developer's run, and the same ones in CI: there a red run is a fault of the change.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
