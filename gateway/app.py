@@ -56,10 +56,6 @@ LOOK_S = 1.0
 BUFFERED_BYTES = 256 * 1024 * 1024  # request bodies held at once, over all connections
 
 
-class Unsupported(PlimsollError):
-    """The policy asks for something this process cannot do."""
-
-
 class App:
     """All parts of one gateway process. Made on the running event loop; `start` then `close`."""
 
