@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in /usr/bin/python3 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { command -v $$p; break; }; done)
 PY := .venv/bin/python
 
-.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload soak audit constraints clean
+.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload soak fuzz audit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -51,7 +51,10 @@ bench-overload: setup ## goodput at 0.5 to 4 times the qualified capacity
 	$(PY) tests/bench/overload.py
 
 soak: setup ## ten minutes of load, a storm, crowds of clients; memory must stay flat (PLIMSOLL_SOAK_S=60 for a short one)
-	$(PY) -m pytest -s -m 'slow and not live' tests
+	$(PY) -m pytest -s -m 'slow and not live' tests --ignore tests/fuzz
+
+fuzz: setup ## a million damaged inputs, in process and over sockets (PLIMSOLL_FUZZ_INPUTS, PLIMSOLL_FUZZ_SEED)
+	$(PY) -m tests.fuzz.campaign
 
 audit: setup ## known vulnerabilities in what is pinned (needs the network: it asks the package index's advisories)
 	$(PY) -m pip --disable-pip-version-check install --quiet 'pip-audit>=2.9'

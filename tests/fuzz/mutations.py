@@ -28,6 +28,19 @@ JSONS = [
     {"model": "tiny", "input": [[1, 2], [3]]}, {"model": "tiny", "tokens": [1, 2]},
     {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "string"}}}},
 ]  # fmt: skip
+COUNTED = [
+    {"model": "tiny", "prompt": "the line was above the water é", "add_special_tokens": False, "return_token_strs": True},
+    {**{name: CHAT[name] for name in ("model", "messages")}, "add_generation_prompt": True},
+    {"model": "tiny", "messages": [{"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\":1}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]}]},
+    {"model": "tiny", "tokens": [1, 2, 300, 2147483647]},
+    {"model": "tiny", "system": [{"type": "text", "text": "s"}], "messages": [{"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "t", "content": "r"}, {"type": "text", "text": "x"}]}],
+     "tools": [{"name": "f", "input_schema": {"type": "object"}}], "thinking": {"type": "disabled"}},
+    {"model": "tiny", "messages": CHAT["messages"], "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+     "chat_template_kwargs": {"enable_thinking": False}},
+]  # fmt: skip
 SEEDS: dict[str, list[bytes]] = {
     "requests": [
         post(CHAT), post({**CHAT, "stream": False}), post(CHAT) * 2, CHUNKED, post(CHAT, *UPGRADE),
@@ -39,9 +52,13 @@ SEEDS: dict[str, list[bytes]] = {
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
     "bodies": [
-        *(bytes((n, 0, 0)) + json.dumps(each).encode() for n, each in enumerate(JSONS * 2)),
+        *(bytes((n, 0, 0)) + json.dumps(each).encode() for each in JSONS for n in range(9)),
         *(bytes((n, 1, 0)) + MULTIPART for n in range(12)),
         *(bytes((n, 0, 2)) + gzip.compress(json.dumps(each).encode()) for n, each in enumerate(JSONS)),
+    ],
+    "counting": [
+        *(bytes((n, 0)) + json.dumps(each).encode() for each in COUNTED for n in range(3)),
+        *(bytes((n, 2)) + gzip.compress(json.dumps(each).encode()) for each in COUNTED for n in range(3)),
     ],
     "headers": [
         b"authorization:Bearer plim_x\nx-api-key:y\nhost:g\ncontent-length:5",

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 
-from gateway.edge import body, routes
+from gateway.edge import body, routes, tokenize
 from gateway.edge.incoming import Incoming, Known
 from gateway.edge.job import retries_of
 from gateway.edge.keys import KeyRing, credentials
@@ -23,6 +23,7 @@ from tests.edge.building import counter, rules
 from .stage import STATUS, Stage, Transport
 
 READ = sorted(path for path, route in routes.ROUTES.items() if route.kind == "proxy")
+COUNTING = sorted(path for path, route in routes.ROUTES.items() if route.parser in ("tokenize", "detokenize", "count_tokens"))
 DIALECTS: tuple[Dialect, ...] = ("openai", "anthropic", "responses")
 TYPES = (b"application/json", b"multipart/form-data; boundary=x", b"application/json; charset=utf-8", None)
 CODINGS = (None, None, b"gzip", b"deflate", b"br", b"zstd", b"identity", b"gzip, br")
@@ -83,6 +84,30 @@ def bodies(data: bytes) -> None:
         return
     assert high is None or count <= high
     assert low <= max(count, 1)
+
+
+def counting(data: bytes) -> None:
+    """A body about tokens: refused with a reason, or answered in the shape of its route, with what the tokenizer says."""
+    if len(data) < 2:
+        return
+    route = routes.ROUTES[COUNTING[data[0] % len(COUNTING)]]
+    raw = body.decode(CODINGS[data[1] % len(CODINGS)], data[2:], LIMIT)
+    if isinstance(raw, Refusal):
+        assert raw.message
+        return
+    question = tokenize.read(route, TYPES[0], raw, LOOKUP.get)
+    found = question if isinstance(question, Refusal) else tokenize.answer(question, tokens(), 4096)
+    if isinstance(found, Refusal):
+        assert found.message
+        return
+    assert json.loads(json.dumps(found)) == found
+    if route.parser == "tokenize":
+        assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 4096
+        assert found["token_strs"] is None or len(found["token_strs"]) == found["count"]
+    elif route.parser == "detokenize":
+        assert isinstance(found["prompt"], str)
+    else:
+        assert found["input_tokens"] >= 0
 
 
 @functools.cache
@@ -207,5 +232,5 @@ def answers(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "requests": requests, "bodies": bodies, "headers": headers, "events": events, "answers": answers,
+    "requests": requests, "bodies": bodies, "counting": counting, "headers": headers, "events": events, "answers": answers,
 }  # fmt: skip

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .mutations import SEEDS, inputs
+from .campaign import run, seeded
+from .mutations import SEEDS
 from .targets import TARGETS
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICK = {"requests": 1500, "bodies": 2500, "headers": 4000, "events": 6000, "answers": 6000}
-# Together more than a million, with what the guided fuzzer adds.
-SOAK = {"requests": 60_000, "bodies": 120_000, "headers": 200_000, "events": 300_000, "answers": 300_000}
-GUIDED = {"requests": 10_000, "bodies": 30_000, "headers": 50_000, "events": 60_000, "answers": 60_000}
-
-
-def run(target: str, seed: int, count: int) -> None:
-    play = TARGETS[target]
-    for data in inputs(target, seed, count):
-        try:
-            play(data)
-        except BaseException as error:
-            error.add_note(f"{target} seed {seed}: {data!r}")
-            raise
+QUICK = {"requests": 1500, "bodies": 2500, "counting": 1500, "headers": 4000, "events": 6000, "answers": 6000}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_damaged_inputs(target):
-    run(target, 1, QUICK[target])
+    seeded(target, 1, QUICK[target])
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -47,24 +29,9 @@ def test_any_bytes(target):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("target", TARGETS)
-def test_many_damaged_inputs(target):
-    run(target, int(os.environ.get("FUZZ_SEED", "2")), SOAK[target])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("target", TARGETS)
-def test_guided_by_coverage(target, tmp_path):
-    """Atheris follows the branches of our own code; where it is not to be had, the fuzzer above has to do."""
-    pytest.importorskip("atheris")
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number, seed in enumerate(SEEDS[target]):
-        (corpus / f"seed-{number}").write_bytes(seed)
-    command = [sys.executable, "-m", "tests.fuzz.guided", target, f"-runs={GUIDED[target]}", "-timeout=300", "-max_len=4096",
-               f"-artifact_prefix={tmp_path}/", str(corpus)]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"Done {GUIDED[target]}" in done.stderr, done.stderr[-1000:]
+@pytest.mark.timeout(7200)
+def test_a_small_campaign():
+    """Every way on every target, as `make fuzz` does with a million."""
+    counts = run(20_000, 3)
+    assert sum(counts.values()) >= 20_000
+    assert all(count > 0 for (way, _), count in counts.items() if way != "atheris")
