@@ -92,7 +92,7 @@ class App:
             instance=self.instance,
             key_of=backend_key,
             counting=Counting(self.pool),
-            on_gate=self._refresh_rules,
+            on_gate=self._gate_changed,
         )
         self.tokens = Tokens(policy.oidc)
         self.rules = self._rules()
@@ -225,6 +225,11 @@ class App:
     def _refresh_rules(self) -> None:
         """Waits follow from the records in force, so a gate that changes makes new rules too."""
         self.rules = self.path.rules = self._rules()
+
+    def _gate_changed(self) -> None:
+        self._refresh_rules()
+        if self.sharing is not None:
+            self.sharing.gates_changed()
 
     def _shell_rules(self) -> Rules:
         server = self.policy.server

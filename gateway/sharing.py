@@ -13,10 +13,11 @@ from functools import partial
 
 from gateway import policy as policies
 from gateway.evidence.record import dump
-from gateway.fleet import Fleet
+from gateway.fleet import Berth, Fleet
 from gateway.flow.controller import Trigger
 from gateway.flow.grant import Grant
 from gateway.flow.shared import SharedController
+from gateway.forward.sightings import MIXED_WINDOW_S
 from gateway.forward.watch import Counted
 from gateway.replicas import Replicas
 from gateway.shared_quotas import SharedQuotas
@@ -27,6 +28,7 @@ from gateway.state.redis_store import RedisLeases
 LEAVE_S = 0.5
 NEWS_S = 0.1
 SHARE_S = 60.0  # records are said again, so that they are kept and late replicas find them
+DRIFT_S = MIXED_WINDOW_S / 3  # what differs is said again while it does: the others remember it for one window
 
 
 class Sharing:
@@ -45,6 +47,8 @@ class Sharing:
         self.degraded = True  # until the first connection
         self._policy, self._fleet, self._take = policy, fleet, take
         self._open: dict[str, str] = {}  # the configuration each gate was last open on
+        self._told: dict[str, tuple[str, float]] = {}  # the one that was seen instead, and when the others were told
+        self._heard: dict[str, str] = {}  # what others told, which is not told again
         self._arrived: list[bytes] = []
         self.controller = SharedController(first.queue, time.monotonic, on_trigger, first.breaker)
         self._replicas = Replicas(
@@ -87,6 +91,7 @@ class Sharing:
     def _doubt(self, backend: str, hash_: str) -> None:
         berth = self._fleet().berths.get(backend)
         if berth is not None:
+            self._heard[backend] = hash_
             berth.watch.doubt(hash_)
 
     async def _tell(self) -> None:
@@ -94,7 +99,7 @@ class Sharing:
         share_at, shared = 0.0, None
         while True:
             await asyncio.sleep(NEWS_S)
-            self._tell_drift()
+            self.gates_changed()
             arrived, self._arrived[:] = list(self._arrived), []
             for raw in arrived:
                 await self._take(raw)
@@ -106,15 +111,31 @@ class Sharing:
                     continue  # told elsewhere; again when it is back
                 shared, share_at = records, now + SHARE_S
 
-    def _tell_drift(self) -> None:
-        """A gate that was open and is closed because something else answers."""
+    def gates_changed(self) -> None:
+        """Tell the others at once when something else answers than what a gate was open on, and again while that lasts."""
+        now = time.monotonic()
         for name, berth in self._fleet().berths.items():
-            identity = berth.watch.observation.identity
-            if berth.hash is not None:
-                self._open[name] = berth.hash
-            elif name in self._open and identity is not None and identity.hash not in (None, self._open[name]):
-                del self._open[name]
-                self._news.drift(name, str(identity.hash))
+            if berth.watch.config.source != "attested":
+                continue
+            before, shown = self._open.get(name), berth.hash
+            if shown is not None:
+                self._open[name] = shown
+            elif before is not None:
+                shown = self._stranger(name, berth, before)
+            if before is None or shown in (None, before):
+                self._told.pop(name, None)
+                continue
+            told, at = self._told.get(name, ("", 0.0))
+            if told != shown or now - at >= DRIFT_S:
+                self._told[name] = (str(shown), now)
+                self._news.drift(name, str(shown))
+
+    def _stranger(self, name: str, berth: Berth, before: str) -> str | None:
+        """What this replica itself has seen behind a closed gate that was open on `before`; None: nothing else."""
+        if berth.watch.shown not in (None, before):
+            return berth.watch.shown
+        others = (before, self._heard.get(name))
+        return next((each for each in berth.watch.observation.mixed if each not in others), None)
 
     async def leave(self) -> None:
         """Hand every place over to the others, as far as that can be done soon."""

@@ -102,6 +102,7 @@ class Watch:
         self._client, self._base = http_client(config.url, self.upstream.endpoint, instance)
         self._sightings = Sightings()
         self._wake = asyncio.Event()
+        self.shown: str | None = None  # the configuration that this replica itself saw last; None: none yet
         self.counted: Counted | None = None  # by the latest poll; None where nobody counts, or not for the whole engine
         self.iterations: int | None = None  # of the engine, while something of ours is in flight; None: not known
 
@@ -151,6 +152,7 @@ class Watch:
 
     def _learned(self, seen: ObservedIdentity) -> Observation:
         if seen.hash is not None and seen.source == "attested":
+            self.shown = seen.hash
             self._sightings = self._sightings.see(seen.hash, seen.engine_start_id, self._clock())
         return replace(
             self.observation,
@@ -201,6 +203,7 @@ class Watch:
                 else:
                     self._publish(self._learned(seen))
         elif hash_ is not None:
+            self.shown = hash_
             self._sightings = self._sightings.see(hash_, None, self._clock())
         if hash_ is not None and hash_ == self.expected_hash:
             return True
@@ -208,8 +211,13 @@ class Watch:
         return False
 
     def doubt(self, hash_: str) -> None:
-        """Another replica saw this configuration: unless it is the expected one, nothing is sent until we have looked."""
-        if self.expected_hash is not None and hash_ != self.expected_hash:
+        """Another replica saw this configuration behind the URL: unless it is the known one, nothing is sent until we have
+        looked; where we see another one then, the URL is mixed, as if we had seen both."""
+        known = self.observation.identity
+        if hash_ == self.expected_hash or (known is not None and known.hash == hash_):
+            return
+        self._sightings = self._sightings.see(hash_, None, self._clock())
+        if self.expected_hash is not None:
             self._distrust(hash_)
 
     def _distrust(self, hash_: str | None) -> None:

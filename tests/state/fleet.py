@@ -33,42 +33,60 @@ class CountingUpstream(ScriptedUpstream):
         self.document = configuration_of("shared", Backend(self, width))
         self.hash = digest(self.document)
         self.script = self._serve
+        self.reached: list[tuple[str, str]] = []  # (gateway, configuration) of every request that was dispatched
         self.running: dict[Call, tuple[str, int, bool]] = {}
         self.peak = self.served = 0
         self.violations: list[str] = []
+        self.stranger: dict[str, Any] | None = None  # another configuration, which `shown_to` (None: everybody) see instead
+        self.shown_to: set[str] | None = None
+        self.engine = "e1"
         self.release = asyncio.Event()  # ends the calls that hold
         self.limits = {False: 8, True: 2}
+
+    async def restart(self, stranger: dict[str, Any] | None) -> None:
+        """Come back as another engine, with this configuration (None: that which was measured)."""
+        self.engine, self.stranger = f"e{int(self.engine[1:]) + 1}", stranger
+        await self._drop()
+        self.peers = []
 
     @property
     def identity(self) -> dict[str, Any]:
         """The payload of GET /plimsoll/identity, as of now."""
-        stated = identity_of(self.document, self.hash)
+        return self._identity(self.document)
+
+    def _identity(self, document: dict[str, Any]) -> dict[str, Any]:
+        hash_ = digest(document)
+        stated = identity_of(document, hash_)
         counts: Counter[str] = Counter(gateway for gateway, _, _ in self.running.values())
         return {
             "schema": "plimsoll-identity/v1",
-            "server_configuration_hash": self.hash,
+            "server_configuration_hash": hash_,
             "identity": {
                 "model_revision": stated.model_revision, "vllm_version": stated.vllm_version,
-                "server_configuration_hash": self.hash, "hardware_profile": stated.hardware_profile,
+                "server_configuration_hash": hash_, "hardware_profile": stated.hardware_profile,
             },
-            "configuration": self.document,
+            "configuration": document,
             "capabilities": {},
-            "runtime": {"engine_start_id": "e1", "started_at": "2026-01-01T00:00:00Z", "foreign_in_flight": 0,
+            "runtime": {"engine_start_id": self.engine, "started_at": "2026-01-01T00:00:00Z", "foreign_in_flight": 0,
                         "gateway_in_flight": dict(counts), "api_processes": 1},
         }  # fmt: skip
 
+    def _shown(self, call: Call) -> dict[str, Any]:
+        """The configuration that this caller sees."""
+        sees = self.shown_to is None or call.fields.get("x-plimsoll-gateway") in self.shown_to
+        return self.stranger if self.stranger is not None and sees else self.document
+
     async def _stock(self, call: Call) -> None:
         if call.path == "/plimsoll/identity":
-            await call.answer(json.dumps(self.identity).encode(), self._line)
+            await call.answer(json.dumps(self._identity(self._shown(call))).encode(), self._line(call))
         elif call.path == "/plimsoll/tokenizer":
             bundle = {**tokenizer_bundle(TOKENIZER, None), "chat_template_kwargs": {}}
-            await call.answer(json.dumps(bundle).encode(), self._line)
+            await call.answer(json.dumps(bundle).encode(), self._line(call))
         else:
             await super()._stock(call)
 
-    @property
-    def _line(self) -> bytes:
-        return b"x-plimsoll-config: " + self.hash.encode()
+    def _line(self, call: Call) -> bytes:
+        return b"x-plimsoll-config: " + digest(self._shown(call)).encode()
 
     async def _serve(self, call: Call) -> None:
         body = call.json()
@@ -76,6 +94,7 @@ class CountingUpstream(ScriptedUpstream):
         large = len(prompt) > 100
         sequences = int(body.get("n") or 1)
         self.running[call] = (call.fields["x-plimsoll-gateway"], sequences, large)
+        self.reached.append((call.fields["x-plimsoll-gateway"], digest(self._shown(call))))
         self._check()
         try:
             await self._hold(call, prompt)
@@ -83,7 +102,7 @@ class CountingUpstream(ScriptedUpstream):
             answer = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "usage": done,
                       "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}  # fmt: skip
             del self.running[call]  # before the last byte can be seen
-            await call.answer(json.dumps(answer).encode(), self._line)
+            await call.answer(json.dumps(answer).encode(), self._line(call))
             self.served += 1
         finally:
             self.running.pop(call, None)
