@@ -100,10 +100,11 @@ class Dispatch:
             raise Refused(_PLACE_LOST)
         salt = job.tenant.cache_salt if parsed.form is None else None  # every JSON route of vLLM takes one
         body = parsed.forward(output_limit=job.limit_written, cache_salt=salt, user_key=job.rules.user_key)
-        kind = b"application/json" if parsed.form is None else job.incoming.fields[b"content-type"]
+        kind = b"application/json" if parsed.form is None else parsed.form.content_type
         extra = b""
         if route.dialect == "anthropic":
-            extra = b"anthropic-version: %b\r\n" % (job.incoming.fields.get(_VERSION) or b"2023-06-01")[:32]
+            version = responses.acceptable_id(job.incoming.fields.get(_VERSION)) or "2023-06-01"
+            extra = b"anthropic-version: %b\r\n" % version.encode()
         relay = job.relay = Relay(
             job.client,
             Scanner(route.dialect, parsed.sequences) if parsed.stream else None,

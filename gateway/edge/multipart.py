@@ -3,12 +3,14 @@
 Owns: finding each part's bytes inside the body, wherever the `model` part stands.
 Promises: the file's bytes are never copied or decoded; a rebuilt body differs in the model's value and one added part only;
 names that stand twice, unnamed parts and bodies without a closing boundary are refused. The parser is the one that
-the engine's own web framework uses, so both read the same parts.
+the engine's own web framework uses, so both read the same parts; and the content-type sent on names the boundary alone,
+for a charset in it would have the engine read other texts than were checked here.
 Talks to: python-multipart.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 MAX_PARTS = 64
 MAX_VALUE_BYTES = 16 * 1024
 MAX_PART_HEADER_BYTES = 8 * 1024
+_BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")  # RFC 2046
 _REPEATABLE = frozenset({"timestamp_granularities[]", "include[]"})
 _TRUTH = {"true": True, "false": False}
 
@@ -46,6 +49,11 @@ class Form:
     file: slice = field(default_factory=_nowhere)
     model: slice = field(default_factory=_nowhere)
     close: int = 0  # where the closing boundary's line begins
+
+    @property
+    def content_type(self) -> bytes:
+        """What the body is sent on as."""
+        return b'multipart/form-data; boundary="' + self.boundary + b'"'
 
     def rebuilt(self, model: str, added: tuple[str, str] | None) -> bytes:
         """The body under another model name and with one more text part; the same bytes when neither changes."""
@@ -92,8 +100,9 @@ def read(content_type: bytes | None, raw: bytes) -> Form | Refusal:
     """The parts of a body. 415 for another content type, 400 for a body that is not well formed."""
     kind, options = parse_options_header(content_type or b"")
     boundary = options.get(b"boundary", b"")
-    if kind.lower() != b"multipart/form-data" or not 0 < len(boundary) <= 70:
-        message = "The content-type must be multipart/form-data with a boundary."
+    charset = options.get(b"charset", b"utf-8").lower()
+    if kind.lower() != b"multipart/form-data" or not _BOUNDARY.fullmatch(boundary) or charset not in (b"utf-8", b"utf8"):
+        message = "The content-type must be multipart/form-data with a boundary, and its texts in UTF-8."
         return Refusal(Reason.UNSUPPORTED_ENCODING, message, param="content-type", fits="multipart/form-data")
     form = Form(raw, boundary)
     reader = _Reader(form)

@@ -50,7 +50,7 @@ def test_the_model_stands_anywhere_and_the_bytes_stay(path: str, parts: Any) -> 
     assert isinstance(read(raw, b'multipart/form-data; boundary="b0und"', path), body.Parsed)
 
 
-def starlette_parts(raw: bytes) -> dict[str, Any]:
+def starlette_parts(raw: bytes, kind: str = "multipart/form-data; boundary=b0und") -> dict[str, Any]:
     """The parts as the engine's web framework reads them."""
 
     async def echo(request: Request) -> JSONResponse:
@@ -58,7 +58,7 @@ def starlette_parts(raw: bytes) -> dict[str, Any]:
             return JSONResponse([[k, v if isinstance(v, str) else (await v.read()).hex()] for k, v in data.multi_items()])
 
     client = TestClient(Starlette(routes=[Route("/", echo, methods=["POST"])]))
-    answer = client.post("/", content=raw, headers={"content-type": "multipart/form-data; boundary=b0und"})
+    answer = client.post("/", content=raw, headers={"content-type": kind})
     assert answer.status_code == 200
     return dict(answer.json())
 
@@ -125,12 +125,26 @@ def test_bodies_that_are_not_usable(raw: bytes, reason: Reason) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [None, b"application/json", b"multipart/form-data", b"multipart/form-data; boundary=", b"multipart/mixed; boundary=b0und"],
-)
+    [
+        None, b"application/json", b"multipart/form-data", b"multipart/form-data; boundary=", b"multipart/mixed; boundary=b0und",
+        b'multipart/form-data; boundary="b0\xffund"', b'multipart/form-data; boundary="b0und "',
+        b"multipart/form-data; boundary=b0und; charset=utf-16", b"multipart/form-data; charset=utf-7; boundary=b0und",
+    ],
+)  # fmt: skip
 def test_other_content_types(kind: bytes | None) -> None:
     found = read(form(FILE, MODEL), kind)  # type: ignore[arg-type]
     assert isinstance(found, Refusal)
     assert found.reason is Reason.UNSUPPORTED_ENCODING
+
+
+def test_the_engine_reads_the_texts_that_were_checked() -> None:
+    """A charset beside the boundary would have it decode them anew: what is sent on names none."""
+    raw = form(FILE, MODEL, ("prompt", b"+AOk-"))
+    parsed = read(raw, b'multipart/form-data; boundary="b0und"; charset=UTF-8; x=y')
+    assert isinstance(parsed, body.Parsed) and parsed.form is not None
+    assert parsed.form.content_type == b'multipart/form-data; boundary="b0und"'
+    assert starlette_parts(raw, "multipart/form-data; boundary=b0und; charset=utf-7")["prompt"] == "\u00e9"
+    assert starlette_parts(raw, parsed.form.content_type.decode())["prompt"] == parsed.form.values["prompt"] == "+AOk-"
 
 
 def test_audio_needs_the_policy() -> None:
