@@ -13,9 +13,11 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from gateway import changes
 from gateway import policy as policies
 from gateway.counting import Counting
 from gateway.credentials import backend_key
@@ -25,9 +27,11 @@ from gateway.edge.intake import Intake
 from gateway.edge.keys import FailureLimiter, KeyRing
 from gateway.edge.local import local_app
 from gateway.edge.oidc import Tokens
+from gateway.edge.operations import Changed
 from gateway.edge.path import DataPath
 from gateway.edge.private import Private
 from gateway.edge.protocol import Bounds
+from gateway.edge.responses import Cors
 from gateway.edge.retry_budget import RetryBudget
 from gateway.edge.rules import PathRules
 from gateway.edge.shell import Rules
@@ -42,7 +46,7 @@ from gateway.forward.upstream import Upstream
 from gateway.forward.watch import Counted
 from gateway.gauges import Facts, Gauges
 from gateway.ledgers import Accounts
-from gateway.observe.audit import AuditLog
+from gateway.observe.audit import AuditError, AuditLog, Entry
 from gateway.observe.journal import Journal
 from gateway.observe.metrics import Metrics, Names
 from gateway.observe.retest_file import LedgerFile
@@ -123,8 +127,8 @@ class App:
         self.desk = Desk(self, self.reload)
         self.audit = AuditLog(policy.audit.path)
         self.local = local_app(self.desk, self._shell_rules, accounts.finish, limiter)
-        self.admin = admin_app(self.desk, self._shell_rules, accounts.finish, self.audit)
-        self.private = Private(self._shell_rules, _bounds(policy), accounts.finish)
+        self.admin = admin_app(self.desk, self._admin_rules, accounts.finish, self.audit, limiter=limiter)
+        self.private = Private(self._admin_rules, _bounds(policy), accounts.finish, limiter)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -151,7 +155,7 @@ class App:
         except (RecordError, StoreError) as error:
             log.warning("a record from another replica cannot be taken up: %s", error)
             return
-        await self.look_at_records()
+        await self.look_at_records("replica")
 
     # Life
 
@@ -184,8 +188,23 @@ class App:
 
     # The policy
 
-    async def reload(self) -> str | None:
-        """Read the policy file again. None when it is in force now, else why it is not; the last good one stays then."""
+    async def reload_for(self, who: str) -> None:
+        """As `reload`, because of a signal or of the file; the audit log says so where it changed or refused something."""
+        result = await self.reload()
+        if isinstance(result, str):
+            await self._note(Entry(who, "policy reload", "refused: invalid_body", after={"policy_error": result}))
+        elif result.before or result.after:
+            await self._note(Entry(who, "policy reload", "done", result.before, result.after))
+
+    async def _note(self, entry: Entry) -> None:
+        try:
+            await self.audit.record(entry, time.time())
+        except AuditError as error:  # nobody asked who could be told
+            log.error("%s; what it should have said: %s by %s, %s", error, entry.what, entry.who, entry.result)
+
+    async def reload(self) -> Changed | str:
+        """Read the policy file again. What that changed, or why it is not in force: the last good one stays then."""
+        old = self.policy
         try:
             fresh = await asyncio.to_thread(policies.load, self.policy_file)
             self._apply(fresh)
@@ -197,7 +216,7 @@ class App:
         self.policy_error = None
         self.metrics.reload("applied")
         log.info("the policy file is in force")
-        return None
+        return changes.of_policy(old, fresh)
 
     def _apply(self, fresh: policies.Policy) -> None:
         check_queue_times(fresh, self._report.records if self._report is not None else {})
@@ -205,7 +224,8 @@ class App:
             backend_key(backend)  # a key that is not there is found out before anything has changed
         for name, old, new in _fixed(self.policy, fresh):
             if old != new:
-                log.warning("%s cannot be changed while running: %s stays in force until a restart", name, old)
+                kept = changes.without_credentials(str(old))
+                log.warning("%s cannot be changed while running: %s stays in force until a restart", name, kept)
         self.policy, self.store = fresh, RecordStore(fresh.records)
         self.tokens.configure(fresh.oidc)
         self.metrics.set_names(_names(fresh))
@@ -235,6 +255,9 @@ class App:
         server = self.policy.server
         return Rules(self.rules.keys, self.rules.cors, server.max_body_bytes, server.body_timeout_s)
 
+    def _admin_rules(self) -> Rules:
+        return replace(self._shell_rules(), cors=Cors(()))  # pages of other origins are let to callers' routes alone
+
     # What is looked at again and again
 
     async def _look(self) -> None:
@@ -244,12 +267,12 @@ class App:
             stamp = _stamp(self.policy_file)
             if stamp != seen and stamp is not None:
                 seen = stamp
-                await self.reload()
+                await self.reload_for("file")
             await self.look_at_records()
             await self._ledger_file.keep(time.monotonic())
 
-    async def look_at_records(self) -> None:
-        """Take up what has changed in the directory of records."""
+    async def look_at_records(self, who: str | None = "file") -> None:
+        """Take up what has changed in the directory of records; `who` is told to the audit log, None where it knows already."""
         try:
             report = await asyncio.to_thread(self.store.load, self._report)
         except StoreError as error:
@@ -264,8 +287,11 @@ class App:
         for each in report.refused:
             if each.name not in known:
                 log.warning("record file %s is refused: %s", each.name, each.reason)
-        self._report = report
+        old, self._report = self._report, report
         self.fleet.set_store(report)
+        if old is not None and who is not None:
+            changed = changes.of_records(old.stamps, report.stamps)
+            await self._note(Entry(who, "records", "done", changed.before, changed.after))
 
     # What the parts ask of each other
 

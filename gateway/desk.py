@@ -13,11 +13,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gateway.edge import tokenize
-from gateway.edge.keys import KeyRing, Principal
+from gateway.edge.keys import KeyRing
 from gateway.edge.operations import BackendStatus, Changed, ModelCard, Question, QueueStatus, Status
 from gateway.edge.routes import Route
 from gateway.edge.tokens import TokenCounter
 from gateway.errors import Axis, Reason, Refusal, Refused
+from gateway.evidence import signing
 from gateway.evidence.record import Record, RecordError, load, record_id
 from gateway.evidence.store import StoreError
 from gateway.flow.breaker import Event
@@ -217,25 +218,39 @@ class Desk:
 
     # For operators: what may be done
 
-    async def push_record(self, body: bytes, who: Principal) -> dict[str, Any] | Refusal:
+    async def push_record(self, body: bytes, signatures: tuple[str, ...], *, must_be_signed: bool) -> dict[str, Any] | Refusal:
         try:
             record = await asyncio.to_thread(load, body)
+            given = [signing.read_signature(line) for line in signatures]
+            if must_be_signed and (problem := self._unsigned(record, given)) is not None:
+                return Refusal(Reason.NOT_PERMITTED, f"Over this address only signed records are taken: {problem}")
             name = record_id(record)
             new = name not in self._app.fleet.store.records
             await asyncio.to_thread(self._app.store.put, record)
-        except RecordError as error:
+            for signature in given:
+                if signing.holds(record, signature):
+                    await asyncio.to_thread(self._app.store.put_signature, name, signature)
+        except (RecordError, signing.SignatureError) as error:
             return Refusal(Reason.INVALID_BODY, f"This is not a usable record: {error}")
         except StoreError as error:
             return Refusal(Reason.INVALID_BODY, f"The record cannot be stored: {error}")
-        await self._app.look_at_records()
+        await self._app.look_at_records(who=None)
         return {"id": name, "new": new, "verdicts": self._verdicts(name)}
 
+    def _unsigned(self, record: Record, given: list[signing.Signature]) -> str | None:
+        """Why no key that some model of the policy trusts has signed the record; None when one has."""
+        trusted = {key for model in self._app.policy.models.values() for key in model.target.require_signature or ()}
+        try:
+            signing.require(record, given, trusted)
+        except signing.SignatureError as error:
+            return str(error)
+        return None
+
     async def reload(self) -> Changed | Refusal:
-        before = self._app.policy_error
-        error = await self._reload()
-        if error is not None:
-            return Refusal(Reason.INVALID_BODY, f"The policy file is refused, the last good one stays in force: {error}")
-        return Changed({"policy_error": before}, {"policy_error": None})
+        result = await self._reload()
+        if isinstance(result, str):
+            return Refusal(Reason.INVALID_BODY, f"The policy file is refused, the last good one stays in force: {result}")
+        return Changed(result.before, result.after)
 
     def drain_backend(self, name: str) -> Changed | Refusal:
         return self._set_drained(name, drained=True)

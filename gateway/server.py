@@ -117,7 +117,7 @@ def _on_signals(app: App, stop: asyncio.Event, hurry: asyncio.Event) -> set[asyn
 
     def again() -> None:
         app.journal.reopen()
-        task = asyncio.ensure_future(app.reload())
+        task = asyncio.ensure_future(app.reload_for("signal"))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

@@ -230,9 +230,11 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Send a record to a running gateway; its verdict on each backend comes back. Exit 1 when it opens no gate."""
-    path, _ = find(record, store)
+    path, found = find(record, store)
     key = secret(key_env, key_file)
-    answer = ask("POST", gateway, "/admin/records", key, content=path.read_bytes())
+    signatures = RecordStore(path.parent).load().signatures.get(record_id(found), ())
+    lines = [("x-plimsoll-signature", signing.written(each)) for each in signatures]
+    answer = ask("POST", gateway, "/admin/records", key, more=lines, content=path.read_bytes())
     if as_json:
         emit_json(answer)
     else:

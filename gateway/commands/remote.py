@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import httpx
@@ -25,9 +26,11 @@ def ask(method: str, gateway: str, path: str, key: str | None, **body: Any) -> A
         raise CommandError(f"{gateway}{path} did not answer JSON: is this a Plimsoll gateway's address?") from error
 
 
-def send(method: str, gateway: str, path: str, key: str | None, **body: Any) -> httpx.Response:
-    """One call; the answer whatever its status. Raises CommandError when there is none."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+def send(
+    method: str, gateway: str, path: str, key: str | None, more: Sequence[tuple[str, str]] = (), **body: Any
+) -> httpx.Response:
+    """One call, with `more` headers; the answer whatever its status. Raises CommandError when there is none."""
+    headers = [*([("authorization", f"Bearer {key}")] if key else ()), *more]
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
             return client.request(method, gateway.rstrip("/") + path, headers=headers, **body)

@@ -1,8 +1,9 @@
 """The operators' listener: what the gateway sees, why it refused, and the few things a person may change.
 
 Owns /admin/*, /openapi.json and /console. Promises: role operator alone; every change is written to the audit log with
-the state before and after; a browser's Basic credentials open pages, but change nothing without the console's own header, so
-that no other site can act in an operator's name. Talks to `operations.Operations` and the audit log.
+the state before and after; a record that comes in on another address than loopback must be signed; a browser's Basic
+credentials open pages, but change nothing without the console's own header, so that no other site can act in an operator's
+name. Talks to `operations.Operations` and the audit log.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import binascii
 import dataclasses
 import hashlib
 import inspect
+import ipaddress
 import time
 from collections.abc import Callable
 from importlib.resources import files
@@ -22,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from gateway.edge import admin_schema, openapi
-from gateway.edge.keys import KeyRing, Principal
+from gateway.edge.keys import FailureLimiter, KeyRing, Principal
 from gateway.edge.local import decoded, json_body, json_response
 from gateway.edge.operations import Changed, Operations, Question
 from gateway.edge.shell import Call, Endpoint, Handler, Rules, Shell
@@ -32,6 +34,8 @@ from gateway.observe.exchange import Exchange
 
 OPERATOR = frozenset({"operator"})
 CONSOLE_HEADER = b"x-plimsoll-console"
+SIGNATURE_HEADER = "x-plimsoll-signature"  # public key, blank, signature; one line each
+MAX_SIGNATURES = 16
 _BACKENDS = b"/admin/backends/"
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -42,8 +46,9 @@ def admin_app(
     account: Callable[[Exchange], None],
     audit: AuditLog,
     wall: Callable[[], float] = time.time,
+    limiter: FailureLimiter | None = None,
 ) -> Shell:
-    """The ASGI application of `admin_listen`."""
+    """The ASGI application of `admin_listen`. `limiter`: the allowance of failed keys that its listener uses too."""
     admin = Admin(operations, audit, wall)
     exact, actions = admin.endpoints(), admin.actions()
 
@@ -54,7 +59,7 @@ def admin_app(
             endpoint = actions.get(action) if name else None
         return None if endpoint is None else (endpoint, name)
 
-    return Shell(find, rules, account=account, identify=identify, challenge=_challenge)
+    return Shell(find, rules, account=account, identify=identify, challenge=_challenge, limiter=limiter)
 
 
 def identify(keys: KeyRing, scope: Scope) -> Principal | None:
@@ -135,7 +140,10 @@ class Admin:
         body = await call.body()
         if isinstance(body, Refusal):
             return body
-        result = await self._operations.push_record(body, call.principal)
+        signatures = tuple(call.request.headers.getlist(SIGNATURE_HEADER))
+        if len(signatures) > MAX_SIGNATURES:
+            return Refusal(Reason.INVALID_BODY, f"At most {MAX_SIGNATURES} signatures are read.")
+        result = await self._operations.push_record(body, signatures, must_be_signed=not _is_loopback(call))
         what = "record push" if isinstance(result, Refusal) else f"record push {result.get('id', '')}"
         after = None if isinstance(result, Refusal) else result
         await self._note(call, what, result, None, after)
@@ -197,6 +205,15 @@ class Admin:
         client = call.request.client
         entry = Entry(call.principal.id, what, outcome, before, after, None if client is None else client.host)
         await self._audit.record(entry, self._wall())
+
+
+def _is_loopback(call: Call) -> bool:
+    """Whether the connection came in on an address of this host alone. One that is not known is taken to be another."""
+    host = (call.request.scope.get("server") or ("",))[0]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def content_security_policy(page: bytes) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gateway.edge.keys import Principal
 from gateway.edge.routes import Route
 from gateway.errors import Refusal
 
@@ -118,8 +117,11 @@ class Operations(Protocol):
     def records(self) -> list[dict[str, Any]]:
         """Every record in the store: id, model, identity, slices in short, valid until, verdict per backend."""
 
-    async def push_record(self, body: bytes, who: Principal) -> dict[str, Any] | Refusal:
-        """Store a record; the answer has its id, whether it was new, and its verdict on each backend."""
+    async def push_record(self, body: bytes, signatures: tuple[str, ...], *, must_be_signed: bool) -> dict[str, Any] | Refusal:
+        """Store a record and its signatures (`ed25519:<public> <signature>`); its id, whether it was new, its verdicts.
+
+        `must_be_signed`: by a key that some model's require_signature names.
+        """
 
     def retest(self) -> dict[str, Any]: ...
     def retest_plan(self, model: str, share: float) -> dict[str, Any] | Refusal: ...

@@ -16,6 +16,7 @@ from gateway.edge.admin import identify
 from gateway.edge.connections import Connections
 from gateway.edge.dispatch import jitter
 from gateway.edge.incoming import Incoming
+from gateway.edge.keys import FailureLimiter
 from gateway.edge.protocol import Bounds, PlimsollProtocol
 from gateway.edge.reader import body_too_large
 from gateway.edge.shell import Rules
@@ -28,13 +29,16 @@ SWEEP_S = 0.25
 class Private:
     """The `Front` of `admin_listen`. `rules` is asked once a request, so that a reload takes effect at once."""
 
-    def __init__(self, rules: Callable[[], Rules], bounds: Bounds, account: Callable[[Exchange], None]) -> None:
+    def __init__(
+        self, rules: Callable[[], Rules], bounds: Bounds, account: Callable[[Exchange], None], limiter: FailureLimiter
+    ) -> None:
         self.bounds = bounds
         self.buffered_bytes = 0
         self.draining = False
         self.connections = Connections()
         self._rules = rules
         self._account = account
+        self._limiter = limiter
 
     def screen(self, client: PlimsollProtocol, incoming: Incoming) -> Refusal | None:
         """Judge a head; a whole request of a stranger is left to the app, which knows when to ask a browser for a key."""
@@ -43,6 +47,9 @@ class Private:
         scope = {"headers": incoming.headers, "method": incoming.method.decode("ascii")}
         known = identify(self._rules().keys, scope) is not None
         if not known and not incoming.whole:
+            wait_s = self._limiter.failed(client.address, incoming.received_at)
+            if wait_s is not None:
+                return Refusal(Reason.RATE_LIMITED, "Too many failed attempts.", retry_after_s=wait_s)
             return Refusal(Reason.INVALID_API_KEY, "A valid API key is needed.")
         if known and incoming.websocket:
             return Refusal(Reason.UNKNOWN_ROUTE, "WebSockets are not offered.")

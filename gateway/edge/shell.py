@@ -206,9 +206,10 @@ class Shell:
         return response
 
     def _end(self, exchange: Exchange) -> None:
-        """Account for it, unless an operator, a scraper or a prober asked: those say nothing about the service."""
+        """Account for it; not for what operators, scrapers and probers may ask, which says nothing about the service."""
         exchange.ended_at = self._clock()
-        if exchange.tenant is not None or exchange.key_id is None or exchange.outcome is Outcome.FAILED:
+        theirs = exchange.tenant is None and exchange.key_id is not None and exchange.reason is not Reason.NOT_PERMITTED
+        if not theirs or exchange.outcome is Outcome.FAILED:
             self._account(exchange)
 
 

@@ -65,6 +65,21 @@ def sign(record: Record, private_pem: bytes) -> Signature:
     return Signature(_public_text(key), key.sign(dump(record)).hex())
 
 
+def written(signature: Signature) -> str:
+    """A signature as one line of text."""
+    return f"{signature.public_key} {signature.signature}"
+
+
+def read_signature(line: str) -> Signature:
+    """A signature from its line. Raises `SignatureError`. It is not verified yet."""
+    key, _, value = line.strip().partition(" ")
+    try:
+        entry = _Entry(public_key=key, signature=value)
+    except ValidationError as error:
+        raise SignatureError("a signature is ed25519:, 64 hex digits, a blank and 128 hex digits") from error
+    return Signature(entry.public_key, entry.signature)
+
+
 def holds(record: Record, signature: Signature) -> bool:
     """Whether this signature is one over this record."""
     try:

@@ -95,10 +95,10 @@ class World:
     def records(self) -> list[dict[str, Any]]:
         return [{"id": "ab" * 32, "model": "tiny", "slices": ["generate 1-2048 in, 1-512 out, up to 8"], "valid_until": None}]
 
-    async def push_record(self, body: bytes, who: Principal) -> dict[str, Any] | Refusal:
+    async def push_record(self, body: bytes, signatures: tuple[str, ...], *, must_be_signed: bool) -> dict[str, Any] | Refusal:
         if not body.startswith(b"{"):
             return Refusal(Reason.INVALID_BODY, "not a record")
-        self.pushed.append((body, who.id))
+        self.pushed.append((body, signatures, must_be_signed))
         return {"id": "cd" * 32, "new": True, "verdicts": []}
 
     def retest(self) -> dict[str, Any]:

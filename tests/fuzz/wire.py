@@ -17,7 +17,7 @@ from tests.attack.test_openapi import play
 from tests.support.client import ask
 from tests.support.gateway import KEYS, Backend, GatewayProcess
 from tests.support.raw import dial, request, stranger
-from tests.support.upstream import SSE_HEAD, Call, ScriptedUpstream, chunk
+from tests.support.upstream import SSE_HEAD, Call, ScriptedUpstream, chunk, completion
 
 from .mutations import SEEDS, inputs
 from .stage import STATUS, USUAL
@@ -148,6 +148,7 @@ class Field:
     async def document(self, examples: int) -> int:
         """What schemathesis makes of the gateway's own document, for operators and for callers; how many requests."""
         before, made = self.gateway.rss_kb(), 0
+        self.upstream.script = speaks_each_dialect
         for base, role in (("admin", "operator"), ("public", "client"), ("public", "scraper")):
             port = self.gateway.admin_port if base == "admin" else self.gateway.port
             document = f"http://127.0.0.1:{self.gateway.admin_port}/openapi.json"
@@ -155,6 +156,20 @@ class Field:
             made += sum(played.values())
         await self.sound("schemathesis", before)
         return made
+
+
+async def speaks_each_dialect(call: Call) -> None:
+    """A good answer in the dialect of the route: a stream or a document, as was asked."""
+    if b'"stream":true' in call.body and call.path == "/v1/responses":
+        await call.stream(
+            b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":1}}}\n\n'
+        )
+    elif b'"stream":true' in call.body and call.path == "/v1/messages":
+        await call.stream(
+            b'event: message_start\ndata: {"type":"message_start"}\n\n', b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+        )
+    else:
+        await completion(call)
 
 
 def _asks(data: bytes) -> bytes:
