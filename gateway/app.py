@@ -119,6 +119,7 @@ class App:
             classes=lambda: tuple(self.policy.queue.classes),
             draining=lambda: self.draining,
             degraded=lambda: self.degraded,
+            breakers_elsewhere=self.breakers_elsewhere,
             policy_stale=lambda: self.policy_error is not None,
             journal_dropped=lambda: self.journal.dropped,
             version=self.version,
@@ -140,6 +141,10 @@ class App:
     def degraded(self) -> bool:
         """Whether the state that replicas share cannot be reached."""
         return self.sharing is not None and self.sharing.degraded
+
+    def breakers_elsewhere(self, backend: str) -> int:
+        """How many other replicas have a breaker for the backend that is not closed."""
+        return self.sharing.breakers_elsewhere(backend) if self.sharing is not None else 0
 
     def _sharing(self) -> Sharing:
         def count_of(backend: str) -> Counted | None:

@@ -138,6 +138,7 @@ class Desk:
             hardware=identity.hardware_profile if identity is not None else None,
             models=tuple(berth.views),
             breaker=now.breaker,
+            breaker_elsewhere=self._app.breakers_elsewhere(name),
             draining=berth.drained,
             in_flight_requests=now.requests,
             in_flight_sequences=now.sequences,

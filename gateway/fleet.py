@@ -16,15 +16,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
-import orjson
-
 from gateway import policy as policies
+from gateway import probes
 from gateway.counting import Counting
 from gateway.edge.tokens import Counter, TokenCounter
 from gateway.evidence.record import Record
 from gateway.evidence.store import StoreReport
 from gateway.evidence.target import Target
-from gateway.flow.breaker import Result
 from gateway.flow.controller import Controller
 from gateway.flow.demand import Closed, Open
 from gateway.flow.envelope import Box
@@ -40,7 +38,7 @@ log = logging.getLogger("plimsoll.fleet")
 
 REVIEW_S = 5.0  # records expire without anything else happening
 RESTART_S = 1.0
-PROBE_S = 10.0
+Question = Callable[[Controller, Watch, str, Callable[[], float]], Coroutine[Any, Any, None]]
 _POLLS_A_STALL = 4  # looks at an engine's progress before its silence is called a stall
 
 
@@ -277,20 +275,21 @@ class Fleet:
 
     def suspect(self, backend: str) -> None:
         """A backend answered 500: one token of our own tells whether the engine is broken, or a request was odd."""
+        self._ask(backend, probes.suspected)
+
+    def forewarned(self, backend: str) -> None:
+        """Another replica's breaker has opened: one token of our own, before anything else is sent."""
+        self._ask(backend, probes.forewarned)
+
+    def _ask(self, backend: str, question: Question) -> None:
         berth = self.berths.get(backend)
         if berth is not None and berth.probing is None:
-            berth.probing = asyncio.create_task(self._probe(backend, berth))
+            berth.probing = asyncio.create_task(self._probe(backend, berth, question))
 
-    async def _probe(self, name: str, berth: Berth) -> None:
-        breaker = self._controller.breaker(name)
-        generation = breaker.generation
+    async def _probe(self, name: str, berth: Berth, question: Question) -> None:
         try:
             model = next((m.upstream_model or n for n, m in self._models_of(name).items()), "")
-            body = {"model": model, "prompt": [100], "max_tokens": 1}
-            answer = await berth.watch.post("/v1/completions", orjson.dumps(body), PROBE_S)
-            broken = answer is None or answer[0] >= 500
-            if breaker.generation == generation:  # what is known of an earlier state says nothing about this one
-                self._controller.report(name, Result.FAILURE if broken else Result.SUCCESS, self._clock())
+            await question(self._controller, berth.watch, model, self._clock)
         finally:
             berth.probing = None
 

@@ -21,6 +21,7 @@ class Facts(NamedTuple):
     classes: Callable[[], tuple[str, ...]]
     draining: Callable[[], bool]
     degraded: Callable[[], bool]
+    breakers_elsewhere: Callable[[str], int]
     policy_stale: Callable[[], bool]
     journal_dropped: Callable[[], int]
     version: str
@@ -42,6 +43,9 @@ class Gauges:
             "plimsoll_verdict": self._verdicts,
             "plimsoll_identity_info": self._identities,
             "plimsoll_breaker_state": self._breakers,
+            "plimsoll_breaker_elsewhere": lambda: (
+                ((name,), float(facts.breakers_elsewhere(name))) for name in self._fleet.berths
+            ),
             "plimsoll_state_degraded": lambda: [((), float(facts.degraded()))],
             "plimsoll_policy_stale": lambda: [((), float(facts.policy_stale()))],
             "plimsoll_draining": lambda: [((), float(facts.draining()))],

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from gateway import policy as policies
+from gateway.breaker_hints import BreakerHints
 from gateway.evidence.record import dump
 from gateway.fleet import Berth, Fleet
 from gateway.flow.controller import Trigger
@@ -50,6 +51,7 @@ class Sharing:
         self._told: dict[str, tuple[str, float]] = {}  # the one that was seen instead, and when the others were told
         self._heard: dict[str, str] = {}  # what others told, which is not told again
         self._arrived: list[bytes] = []
+        self._hints = BreakerHints(lambda backend, state: self._news.breaker(backend, state.value))
         self.controller = SharedController(first.queue, time.monotonic, on_trigger, first.breaker)
         self._replicas = Replicas(
             self.controller,
@@ -70,7 +72,9 @@ class Sharing:
         )
 
         self._replicas.quotas = SharedQuotas(self._store, state.namespace)
-        self._news = News(self._store, state.namespace, on_drift=self._doubt, on_record=self._arrived.append)
+        self._news = News(
+            self._store, state.namespace, on_drift=self._doubt, on_breaker=self._hint, on_record=self._arrived.append
+        )
 
     def _set_degraded(self, degraded: bool) -> None:
         self.degraded = degraded
@@ -94,12 +98,23 @@ class Sharing:
             self._heard[backend] = hash_
             berth.watch.doubt(hash_)
 
+    def _hint(self, owner: str, backend: str, state: str) -> None:
+        fleet = self._fleet()
+        if backend in fleet.berths and self._hints.heard(owner, backend, state, time.monotonic()):
+            fleet.forewarned(backend)
+
+    def breakers_elsewhere(self, backend: str) -> int:
+        """How many other replicas have a breaker for the backend that is not closed."""
+        return self._hints.elsewhere(backend, time.monotonic())
+
     async def _tell(self) -> None:
         """Tell what changed here, take what arrived; both at most `NEWS_S` late."""
         share_at, shared = 0.0, None
         while True:
             await asyncio.sleep(NEWS_S)
             self.gates_changed()
+            breakers = ((name, self.controller.breaker(name).state) for name in self._fleet().berths)
+            self._hints.look(breakers, time.monotonic())
             arrived, self._arrived[:] = list(self._arrived), []
             for raw in arrived:
                 await self._take(raw)

@@ -47,6 +47,7 @@ class BackendStatus:
     limits: dict[str, int] = field(default_factory=dict)  # axis -> largest measured value
     verdicts: tuple[dict[str, Any], ...] = ()  # model, record, decision, reason, and the eight fields
     identity_age_s: float | None = None
+    breaker_elsewhere: int = 0  # other replicas whose breaker for it is not closed
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Event(StrEnum):
     PROBED = "probed"  # enough probes succeeded
     FAILED = "failed"  # a probe failed
     RESET = "reset"  # an operator said so
+    HINTED = "hinted"  # another replica's breaker has opened: we ask for ourselves
 
 
 class Result(StrEnum):
@@ -39,7 +40,7 @@ class Result(StrEnum):
 
 
 TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
-    State.CLOSED: {Event.TRIPPED: State.OPEN, Event.RESET: State.CLOSED},
+    State.CLOSED: {Event.TRIPPED: State.OPEN, Event.HINTED: State.HALF_OPEN, Event.RESET: State.CLOSED},
     State.OPEN: {Event.COOLED: State.HALF_OPEN, Event.RESET: State.CLOSED},
     State.HALF_OPEN: {Event.PROBED: State.CLOSED, Event.FAILED: State.OPEN, Event.RESET: State.CLOSED},
 }

@@ -69,6 +69,7 @@ GAUGES: dict[str, tuple[tuple[str, ...], str]] = {
     "plimsoll_envelope_limit": (("model", "backend", "axis"), "The largest measured value on each axis."),
     "plimsoll_verdict": (("model", "backend", "decision", "reason"), "1 for the verdict in force."),
     "plimsoll_identity_info": (("backend", "hash", "vllm_version"), "1 for the identity that the backend shows."),
+    "plimsoll_breaker_elsewhere": (("backend",), "Other replicas whose breaker for the backend is not closed."),
     "plimsoll_breaker_state": (("backend", "state"), "1 for the state the breaker is in."),
     "plimsoll_state_degraded": ((), "1 while shared admission state cannot be reached."),
     "plimsoll_policy_stale": ((), "1 while the policy file on disk is refused and an older one is in force."),

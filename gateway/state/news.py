@@ -1,4 +1,5 @@
-"""What replicas tell each other beside leases: records that were pushed to one, and configurations that one saw change.
+"""What replicas tell each other beside leases: records that were pushed to one, and configurations that one saw change,
+and breakers that opened.
 
 Owns one channel and the keys of the records. Promises: a record is written once, under its digest, and kept for a day while any
 replica has it; whoever comes later asks for what it has not; news that is lost is only late, for every replica also looks for
@@ -24,7 +25,8 @@ MOST_RECORDS = 1000
 
 
 class News:
-    """`on_drift(backend, hash)`: another replica saw this configuration. `on_record(raw)`: a record that is not known here."""
+    """`on_drift(backend, hash)`: another replica saw this configuration. `on_breaker(owner, backend, state)`: what its breaker
+    is. `on_record(raw)`: a record that is not known here."""
 
     def __init__(
         self,
@@ -32,9 +34,10 @@ class News:
         namespace: str,
         *,
         on_drift: Callable[[str, str], None],
+        on_breaker: Callable[[str, str, str], None],
         on_record: Callable[[bytes], None],
     ) -> None:
-        self._store, self._on_drift, self._on_record = store, on_drift, on_record
+        self._store, self._on_drift, self._on_breaker, self._on_record = store, on_drift, on_breaker, on_record
         tag = f"plimsoll:{{{LAYOUT}:{namespace}}}:"
         self._channel, self._index, self._record = tag + "news", tag + "records", tag + "record:"
         self._known: set[str] = set()
@@ -44,6 +47,10 @@ class News:
     def drift(self, backend: str, hash_: str) -> None:
         """Tell that a backend showed another configuration than the one its gate was open on."""
         self._publish({"from": self._store.owner, "backend": backend, "hash": hash_})
+
+    def breaker(self, backend: str, state: str) -> None:
+        """Tell the state of this replica's breaker."""
+        self._publish({"from": self._store.owner, "backend": backend, "breaker": state})
 
     async def share(self, records: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
         """Say which records are here, and fetch those that are elsewhere. Raises StateLost."""
@@ -88,6 +95,8 @@ class News:
             return
         if "backend" in document and "hash" in document:
             self._on_drift(str(document["backend"]), str(document["hash"]))
+        elif "backend" in document and "breaker" in document:
+            self._on_breaker(who, str(document["backend"]), str(document["breaker"]))
         elif "record" in document:
             task = asyncio.create_task(self._look(str(document["record"])))
             self._tasks.add(task)

@@ -43,6 +43,7 @@ def test_the_table_is_the_one_that_was_meant() -> None:
     flat = {(state, event): after for state, events in TRANSITIONS.items() for event, after in events.items()}
     assert flat == {
         (State.CLOSED, Event.TRIPPED): State.OPEN,
+        (State.CLOSED, Event.HINTED): State.HALF_OPEN,
         (State.OPEN, Event.COOLED): State.HALF_OPEN,
         (State.HALF_OPEN, Event.PROBED): State.CLOSED,
         (State.HALF_OPEN, Event.FAILED): State.OPEN,

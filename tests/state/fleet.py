@@ -40,6 +40,7 @@ class CountingUpstream(ScriptedUpstream):
         self.stranger: dict[str, Any] | None = None  # another configuration, which `shown_to` (None: everybody) see instead
         self.shown_to: set[str] | None = None
         self.engine = "e1"
+        self.failing: set[str] = set()  # gateways whose requests are reset
         self.release = asyncio.Event()  # ends the calls that hold
         self.limits = {False: 8, True: 2}
 
@@ -93,6 +94,9 @@ class CountingUpstream(ScriptedUpstream):
         prompt = body["prompt"]
         large = len(prompt) > 100
         sequences = int(body.get("n") or 1)
+        if call.fields["x-plimsoll-gateway"] in self.failing:
+            call.reset()
+            raise Gone
         self.running[call] = (call.fields["x-plimsoll-gateway"], sequences, large)
         self.reached.append((call.fields["x-plimsoll-gateway"], digest(self._shown(call))))
         self._check()

@@ -17,13 +17,18 @@ class Reader:
     def __init__(self, name: str) -> None:
         self.replica = Replica(name)
         self.drifts: list[tuple[str, str]] = []
+        self.breakers: list[tuple[str, str, str]] = []
         self.records: list[bytes] = []
 
     async def connect(self, url: str, namespace: str) -> None:
         self.task = await connect(self.replica, url, namespace)
         assert isinstance(self.replica.store, RedisLeases)
         self.news = News(
-            self.replica.store, namespace, on_drift=lambda *what: self.drifts.append(what), on_record=self.records.append
+            self.replica.store,
+            namespace,
+            on_drift=lambda *what: self.drifts.append(what),
+            on_breaker=lambda *what: self.breakers.append(what),
+            on_record=self.records.append,
         )
         await self.news.share([])  # which is answered after the channel is heard
 

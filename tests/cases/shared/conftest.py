@@ -37,6 +37,11 @@ class Pair:
     def y(self) -> ReplicaProcess:
         return self.replicas["y"]
 
+    async def name_of(self, replica: ReplicaProcess) -> str:
+        """What a replica calls itself at the backend."""
+        assert await complete(replica.port) == 200
+        return self.upstream.reached[-1][0]
+
     def leases(self) -> int:
         """How many are held, as Redis knows."""
         return int(self.redis.client.hlen(TAG + "lea"))
@@ -81,7 +86,7 @@ async def shared_pair(service, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     upstream = CountingUpstream(lambda: 0.02)
     await upstream.start()
     url = f"redis://127.0.0.1:{proxy.port}/0"
-    replicas = {name: ReplicaProcess(folder / name, upstream, url, lease_s=LEASE_S) for name in "xy"}
+    replicas = {name: ReplicaProcess(folder / name, upstream, url, lease_s=LEASE_S, breaker={"cooldown_s": 0.5}) for name in "xy"}
     await asyncio.gather(*(replica.start() for replica in replicas.values()))
     try:
         yield Pair(upstream, redis, proxy, replicas)
