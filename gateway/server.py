@@ -44,6 +44,8 @@ class _Server(uvicorn.Server):
 async def run(policy_file: Path, *, ready: asyncio.Event | None = None) -> int:
     """Serve until told to end. The exit code: 0 after a drain, 1 when a second signal cut it short. Raises PlimsollError."""
     policy = await asyncio.to_thread(policies.load, policy_file)
+    if policy.server.tls is not None:
+        await asyncio.to_thread(check_tls, policy.server.tls)
     public = bind(policy.server.listen)
     private = bind(policy.server.admin_listen) if policy.server.admin_listen is not None else None
     app = App(policy, policy_file)
@@ -88,6 +90,17 @@ def bind(address: str) -> socket.socket:
         raise ListenError(f"cannot listen on {address}: {error.strerror or error}") from error
     sock.set_inheritable(True)
     return sock
+
+
+def check_tls(tls: policies.ServerTLS) -> None:
+    """Load the files as the listener will. Raises ListenError, where the server would only fail once it had begun to serve."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key, password=lambda: b"")  # a prompt would wait for nobody
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+    except OSError as error:
+        raise ListenError(f"the files of server.tls cannot be used: {error}") from error
 
 
 async def _drain(app: App, seconds: float, hurry: asyncio.Event) -> bool:

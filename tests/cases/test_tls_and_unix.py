@@ -2,81 +2,21 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import ipaddress
 import ssl
 
 import pytest_asyncio
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from tests.support.authority import Authority, TlsGateway, server_context
 from tests.support.client import KEY, post, within
-from tests.support.gateway import Backend, GatewayProcess
-from tests.support.quay import Quay
+from tests.support.gateway import Backend
 from tests.support.raw import dial, request
 from tests.support.upstream import COMPLETION, ScriptedUpstream
 
 
-class Authority:
-    """Signs certificates into `folder`."""
-
-    def __init__(self, folder, name: str) -> None:
-        self.folder, self.key = folder, ec.generate_private_key(ec.SECP256R1())
-        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        self.file = folder / f"{name}.pem"
-        self.file.write_bytes(_pem(self._sign(self.name, self.key, None)))
-
-    def issue(self, name: str, hosts: list[x509.GeneralName]):
-        """Certificate and key files for `hosts`."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        made = self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hosts)
-        certificate, secret = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        certificate.write_bytes(_pem(made))
-        encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-        secret.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
-        return certificate, secret
-
-    def _sign(self, subject, key, hosts):
-        now = dt.datetime.now(dt.UTC)
-        builder = (
-            x509.CertificateBuilder().subject_name(subject).issuer_name(self.name).public_key(key.public_key())
-            .serial_number(x509.random_serial_number()).not_valid_before(now - dt.timedelta(days=1))
-            .not_valid_after(now + dt.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=hosts is None, path_length=None), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
-        )  # fmt: skip
-        if hosts is not None:
-            builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
-        return builder.sign(self.key, hashes.SHA256())
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-class TlsGateway(GatewayProcess):
-    """Its public listener speaks TLS, so that its gates are asked about on the other."""
-
-    async def is_open(self, backend: str) -> bool:
-        return await self.gate(backend) == "open"
-
-    async def gate(self, backend: str) -> str:
-        return next(each["gate"] for each in (await self.status())["backends"] if each["name"] == backend)
-
-    settled = Quay.settled
-
-    async def _all_open(self) -> bool:
-        return all([await self.is_open(name) for name in ("private", "named", "socket", "prefixed")])
-
-
-def server_context(certificate, key, seen: list[str | None]) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate, key)
-    context.sni_callback = lambda _, name, __: seen.append(name)
-    return context
+class Gateway(TlsGateway):
+    waits_for = ("private", "named", "socket", "prefixed")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -109,7 +49,7 @@ async def secure(tmp_path_factory):
     backends["prefixed"] = Backend(upstreams["prefixed"])
     tls = {"certificate": str(front[0]), "key": str(front[1])}
     server = {"listen": "127.0.0.1:0", "admin_listen": "127.0.0.1:0", "tls": tls}
-    async with TlsGateway(folder, backends, server=server, timeouts={"connect_s": 1, "queue_s": 1}) as gateway:
+    async with Gateway(folder, backends, server=server, timeouts={"connect_s": 1, "queue_s": 1}) as gateway:
         client = ssl.create_default_context(cafile=str(ours.file))
         yield gateway, upstreams, seen, client
     for upstream in upstreams.values():
