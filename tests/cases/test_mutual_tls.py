@@ -135,7 +135,7 @@ async def test_files_that_cannot_be_used_are_one_clear_line(tmp_path):
     good = {"certificate": front[0], "key": front[1], "client_ca": authority.file}
     check_tls(ServerTLS(**good))
     for broken in ({"certificate": tmp_path / "none"}, {"key": tmp_path}, {"client_ca": front[1]}, {"key": other[1]}):
-        with pytest.raises(ListenError, match="server.tls"):
+        with pytest.raises(ListenError, match=r"server\.tls"):
             check_tls(ServerTLS(**{**good, **broken}))
     upstream = ScriptedUpstream()
     await upstream.start()
