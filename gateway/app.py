@@ -49,6 +49,7 @@ from gateway.ledgers import Accounts
 from gateway.observe.audit import AuditError, AuditLog, Entry
 from gateway.observe.journal import Journal
 from gateway.observe.metrics import Metrics, Names
+from gateway.observe.retest import Ledger
 from gateway.observe.retest_file import LedgerFile
 from gateway.observe.tracing import open_tracer
 from gateway.queue_time import check_queue_times, queue_s
@@ -151,7 +152,13 @@ class App:
             berth = self.fleet.berths.get(backend)
             return berth.watch.counted if berth is not None else None
 
-        return Sharing(lambda: self.policy, self.instance, self._trigger, count_of, lambda: self.fleet, self._take_record)
+        return Sharing(
+            lambda: self.policy, self.instance, self._trigger, count_of, lambda: self.fleet, self._take_record, self.ledger
+        )
+
+    async def demand(self) -> tuple[Ledger, int]:
+        """What was asked for outside the slices, of all replicas, and how many they are."""
+        return (self.ledger, 1) if self.sharing is None else await self.sharing.ledger.all()
 
     async def _take_record(self, raw: bytes) -> None:
         """A record that was pushed to another replica."""
@@ -183,6 +190,7 @@ class App:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._ledger_file.keep(time.monotonic(), last=True)
+        self._ledger_file.release()
         self.tracer.close()
         self.pool.close()
         await asyncio.to_thread(self.journal.close)

@@ -177,14 +177,16 @@ class Desk:
             if j.record == record
         ]
 
-    def retest(self) -> dict[str, Any]:
-        return self._app.ledger.list()
+    async def retest(self) -> dict[str, Any]:
+        ledger, replicas = await self._app.demand()
+        return {"replicas": replicas, **ledger.list()}
 
-    def retest_plan(self, model: str, share: float) -> dict[str, Any] | Refusal:
+    async def retest_plan(self, model: str, share: float) -> dict[str, Any] | Refusal:
         if model not in self._app.policy.models:
             return Refusal(Reason.MODEL_NOT_FOUND, f"The policy has no model {model!r}.", param="model")
+        ledger, _ = await self._app.demand()
         try:
-            return retest_plan.plan((row[3] for row in self._app.ledger.groups(model)), share, model)
+            return retest_plan.plan((row[3] for row in ledger.groups(model)), share, model)
         except retest_plan.NoDemand as error:
             return Refusal(Reason.INVALID_BODY, str(error), param="model")
 

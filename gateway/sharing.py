@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 from gateway import policy as policies
@@ -20,7 +21,9 @@ from gateway.flow.grant import Grant
 from gateway.flow.shared import SharedController
 from gateway.forward.sightings import MIXED_WINDOW_S
 from gateway.forward.watch import Counted
+from gateway.observe.retest import Ledger
 from gateway.replicas import Replicas
+from gateway.shared_ledger import SAID_S, SharedLedger
 from gateway.shared_quotas import SharedQuotas
 from gateway.state.leases import StateLost
 from gateway.state.news import News
@@ -43,11 +46,13 @@ class Sharing:
         count_of: Callable[[str], Counted | None],
         fleet: Callable[[], Fleet],
         take: Callable[[bytes], Awaitable[None]],
+        ledger: Ledger,
     ) -> None:
         first, state = policy(), policy().state
         self.degraded = True  # until the first connection
         self._policy, self._fleet, self._take = policy, fleet, take
         self._open: dict[str, str] = {}  # the configuration each gate was last open on
+        self._share_at = 0.0
         self._told: dict[str, tuple[str, float]] = {}  # the one that was seen instead, and when the others were told
         self._heard: dict[str, str] = {}  # what others told, which is not told again
         self._arrived: list[bytes] = []
@@ -72,12 +77,16 @@ class Sharing:
         )
 
         self._replicas.quotas = SharedQuotas(self._store, state.namespace)
+        self.ledger = SharedLedger(self._store, state.namespace, ledger)
         self._news = News(
             self._store, state.namespace, on_drift=self._doubt, on_breaker=self._hint, on_record=self._arrived.append
         )
 
     def _set_degraded(self, degraded: bool) -> None:
         self.degraded = degraded
+        if not degraded:
+            self._share_at = 0.0  # what is there now may have forgotten everything
+            self.ledger.forgotten()
 
     async def confirm(self, grant: Grant) -> Grant:
         """Have a grant agreed with the others. Raises Refused. A gateway that only observes holds nothing back."""
@@ -109,7 +118,7 @@ class Sharing:
 
     async def _tell(self) -> None:
         """Tell what changed here, take what arrived; both at most `NEWS_S` late."""
-        share_at, shared = 0.0, None
+        shared = None
         while True:
             await asyncio.sleep(NEWS_S)
             self.gates_changed()
@@ -119,12 +128,13 @@ class Sharing:
             for raw in arrived:
                 await self._take(raw)
             records, now = self._fleet().store.records, time.monotonic()
-            if not self.degraded and (records is not shared or now >= share_at):
-                try:
+            if not self.degraded and (records is not shared or now >= self._share_at):
+                with suppress(StateLost):  # told elsewhere; again when it is back
                     await self._news.share([(name, partial(dump, record)) for name, record in records.items()])
-                except StateLost:
-                    continue  # told elsewhere; again when it is back
-                shared, share_at = records, now + SHARE_S
+                    shared, self._share_at = records, now + SHARE_S
+            if not self.degraded and self.ledger.due(now):
+                with suppress(StateLost):
+                    await self.ledger.say(now)
 
     def gates_changed(self) -> None:
         """Tell the others at once when something else answers than what a gate was open on, and again while that lasts."""
@@ -157,5 +167,7 @@ class Sharing:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self._replicas.leave()
-        except TimeoutError:
+                if not self.degraded and self.ledger.due(time.monotonic() + SAID_S):
+                    await self.ledger.say(time.monotonic())
+        except (TimeoutError, StateLost):
             return

@@ -124,6 +124,8 @@ def retest_list(
             right=("count",),
         )
     )
+    if found.get("replicas", 1) > 1:
+        out.print(f"counted over {found['replicas']} replicas", markup=False)
     if not rows:
         out.print("nothing has left the measured slices")
     if found["changes"]:

@@ -150,13 +150,13 @@ class Admin:
         return result if isinstance(result, Refusal) else json_response(result, 201 if result.get("new") else 200)
 
     async def retest(self, call: Call) -> Response:
-        return json_response(self._operations.retest())
+        return json_response(await self._operations.retest())
 
     async def retest_plan(self, call: Call) -> Response | Refusal:
         asked = await _read(call, admin_schema.PlanRequest)
         if isinstance(asked, Refusal):
             return asked
-        return _answer(self._operations.retest_plan(asked.model, asked.share))
+        return _answer(await self._operations.retest_plan(asked.model, asked.share))
 
     async def explain(self, call: Call) -> Response | Refusal:
         asked = await _read(call, admin_schema.ExplainRequest)

@@ -64,6 +64,22 @@ class Group:
         self.output.add(shape.output_tokens)
         self.sequences.add(shape.sequences)
 
+    def merge(self, other: Group, *, facts: bool) -> None:
+        """Add what another replica has counted; `facts`: all of them see the same, so that the larger count holds."""
+        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+        if facts:
+            for name, count in other.backends.items():
+                _tally(self.backends, name, max(0, count - self.backends.get(name, 0)))
+            self.count = max(self.count, other.count, sum(self.backends.values()))
+        else:
+            self.count += other.count
+            for name, count in other.backends.items():
+                _tally(self.backends, name, count)
+        for kind, count in other.kinds.items():
+            _tally(self.kinds, kind, count)
+        for size in _SIZES:
+            getattr(self, size).merge(getattr(other, size))
+
     def summary(self) -> dict[str, Any]:
         """Counts and the sizes at 50, 95, 99 and 100 % of what was asked."""
         sizes = {name: getattr(self, name) for name in _SIZES}
@@ -94,7 +110,7 @@ class Group:
         return {"count": self.count, "first": self.first, "last": self.last, "backends": dict(self.backends), "kinds": kinds}
 
 
-def _tally(counts: dict[K, int], key: K) -> None:
+def _tally(counts: dict[K, int], key: K, by: int = 1) -> None:
     """Count `key`; a table that is full counts only what it knows."""
     if key in counts or len(counts) < MAX_KINDS:
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] = counts.get(key, 0) + by

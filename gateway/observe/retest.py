@@ -8,6 +8,7 @@ and buckets are limited, the least recently seen goes first) and a document that
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from gateway.flow.shape import Shape
@@ -26,12 +27,16 @@ class LedgerError(ValueError):
 
 
 class Ledger:
-    """All groups. Methods belong to one thread; `document` is a copy that another may write."""
+    """All groups. Methods belong to one thread; `document` is a copy that another may write.
+
+    `name`: its own, kept with it, so that a copy elsewhere is known as one of the same.
+    """
 
     def __init__(self) -> None:
+        self.name = secrets.token_hex(8)
         self._groups: dict[tuple[str, str, str], Group] = {}
-        self._changes: list[Change] = []
-        self._live: dict[tuple[str, str, str], LiveTest] = {}
+        self.changes: list[Change] = []
+        self.live: dict[tuple[str, str, str], LiveTest] = {}
         self.version = 0  # grows with every change: a keeper writes when it moved
 
     def note(
@@ -45,25 +50,25 @@ class Ledger:
         wanted: int | None = None,
     ) -> None:
         """Count one request that left the slices by `axis`; `wanted`: sequences in flight and waiting, it included."""
-        group = self._group((model, hash or "unknown", axis), now_wall)
+        group = self.group((model, hash or "unknown", axis), now_wall)
         group.add(backend or "any", shape, wanted, now_wall)
         self.version += 1
 
     def changed(self, change: Change) -> None:
         """A backend's identity changed."""
-        self._group((change.model, change.before or "unknown", IDENTITY), change.at).add(change.backend, None, None, change.at)
-        self._changes.append(change)
-        del self._changes[:-MAX_CHANGES]
+        self.group((change.model, change.before or "unknown", IDENTITY), change.at).add(change.backend, None, None, change.at)
+        self.changes.append(change)
+        del self.changes[:-MAX_CHANGES]
         self.version += 1
 
     def served(self, model: str, backend: str, hash: str, over_bound: bool, now: float, now_wall: float) -> bool:
         """One request inside its slice was served, over the record's p95 bound or not (`now` monotonic). True: alarm."""
         key = (model, backend, hash)
-        test = self._live.get(key)
+        test = self.live.get(key)
         if test is None:
-            if len(self._live) >= MAX_GROUPS:
-                del self._live[next(iter(self._live))]
-            test = self._live[key] = LiveTest(now)
+            if len(self.live) >= MAX_GROUPS:
+                del self.live[next(iter(self.live))]
+            test = self.live[key] = LiveTest(now)
         alarm = test.observe(over_bound, now)
         if alarm:
             self.note(model, backend, hash, LIVE_SLO, None, now_wall)
@@ -78,10 +83,10 @@ class Ledger:
         """What `retest list` shows: groups with quantiles, and identity changes, latest first."""
         return {
             "groups": [_named(*row[:3], row[3].summary()) for row in self.groups()],
-            "changes": [change.to_json() for change in reversed(self._changes)],
+            "changes": [change.to_json() for change in reversed(self.changes)],
             "live": [
                 {"model": m, "backend": b, "hash": h, "requests": test.total, "over_bound": test.over}
-                for (m, b, h), test in self._live.items()
+                for (m, b, h), test in self.live.items()
             ],
         }
 
@@ -89,8 +94,9 @@ class Ledger:
         """Everything but the live tests, as plain JSON values."""
         return {
             "format": FORMAT,
+            "name": self.name,
             "groups": [_named(*key, group.to_json()) for key, group in self._groups.items()],
-            "changes": [change.to_json() for change in self._changes],
+            "changes": [change.to_json() for change in self.changes],
         }
 
     @classmethod
@@ -100,14 +106,24 @@ class Ledger:
         try:
             if raw["format"] != FORMAT:
                 raise LedgerError(f"the ledger's format is {raw['format']!r}, not {FORMAT!r}")
+            if "name" in raw:
+                ledger.name = str(raw["name"])[:64]
+            else:  # of a version that gave none: to be kept from now on
+                ledger.version = 1
             for item in raw["groups"][-MAX_GROUPS:]:
                 ledger._groups[(str(item["model"]), str(item["hash"]), str(item["axis"]))] = Group.from_json(item)
-            ledger._changes = [Change.from_json(item) for item in raw["changes"][-MAX_CHANGES:]]
+            ledger.changes = [Change.from_json(item) for item in raw["changes"][-MAX_CHANGES:]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LedgerError(f"not a retest ledger: {error}") from error
         return ledger
 
-    def _group(self, key: tuple[str, str, str], now_wall: float) -> Group:
+    @property
+    def noted(self) -> bool:
+        """Whether there is anything in it."""
+        return bool(self._groups or self.changes)
+
+    def group(self, key: tuple[str, str, str], now_wall: float) -> Group:
+        """A group, made on first use; the one seen longest ago makes room."""
         found = self._groups.get(key)
         if found is None:
             if len(self._groups) >= MAX_GROUPS:

@@ -1,13 +1,16 @@
 """The retest ledger's file: read once at start, replaced whole.
 
-Owns one path. Promises: a reader sees the old document or the new one, never half of either; a damaged file is set
-aside under another name and said so, it never keeps the gateway from starting. `save` may run in any thread.
+Owns one path, and a lock beside it: of several gateways with one folder and one address (containers on one volume) each keeps
+a file of its own, and finds one again when it is restarted. Promises: a reader sees the old document or the new one, never half
+of either; a damaged file is set aside under another name and said so, it never keeps the gateway from starting. `save` may run
+in any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 from pathlib import Path
@@ -19,6 +22,7 @@ from gateway.observe.retest import Ledger, LedgerError
 
 log = logging.getLogger("plimsoll.retest")
 
+MOST_FILES = 64
 RETRY_S = 60.0  # after a failure: a full or read-only disk is told once a minute, not at every trigger
 
 
@@ -26,9 +30,9 @@ class LedgerFile:
     """The ledger in memory and its file. Without a file that can be written, triggers are kept until the process ends."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.ledger = load(path)
-        self._saved = self.ledger.version
+        self._path, self._lock = _own(path)
+        self.ledger = load(self._path)
+        self._saved = 0
         self._again_at = 0.0
 
     def check(self) -> None:
@@ -41,6 +45,12 @@ class LedgerFile:
                 folder,
             )
 
+    def release(self) -> None:
+        """Let another gateway have the file."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     async def keep(self, now: float, *, last: bool = False) -> None:
         """Write what is new (`now`: monotonic seconds); `last`: at once, whatever failed before."""
         if self.ledger.version == self._saved or (now < self._again_at and not last):
@@ -50,6 +60,26 @@ class LedgerFile:
             self._saved = version
         else:
             self._again_at = now + RETRY_S
+
+
+def _own(path: Path) -> tuple[Path, int | None]:
+    """The path itself, or the first of its kind that no other process holds; and the lock (None where none can be had)."""
+    for number in range(1, MOST_FILES + 1):
+        mine = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        try:
+            lock = os.open(mine.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:  # no folder, or one that cannot be written: nothing will be kept, which `check` tells
+            return path, None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+        except OSError:  # a file system without locks
+            os.close(lock)
+            return mine, None
+        else:
+            return mine, lock
+    return path.with_stem(f"{path.stem}-{os.getpid()}"), None
 
 
 def load(path: Path) -> Ledger:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gateway.observe.retest import Change
-from gateway.observe.retest_file import RETRY_S, LedgerFile
+from gateway.observe.retest_file import RETRY_S, LedgerFile, load
 from tests.deploy.stand import Stand, until
 
 
@@ -75,7 +75,7 @@ async def test_a_failed_write_is_tried_again_later_and_at_the_end(tmp_path, capl
     await keeper.keep(10.0 + RETRY_S - 1)
     assert not blocked.exists()
     await keeper.keep(10.0 + RETRY_S)
-    assert LedgerFile(blocked / "retest.json").ledger.document() == keeper.ledger.document()
+    assert load(blocked / "retest.json").document() == keeper.ledger.document()
 
 
 async def test_at_the_end_it_is_tried_whatever_failed_before(tmp_path):

@@ -101,10 +101,10 @@ class World:
         self.pushed.append((body, signatures, must_be_signed))
         return {"id": "cd" * 32, "new": True, "verdicts": []}
 
-    def retest(self) -> dict[str, Any]:
+    async def retest(self) -> dict[str, Any]:
         return self.ledger.list()
 
-    def retest_plan(self, model: str, share: float) -> dict[str, Any] | Refusal:
+    async def retest_plan(self, model: str, share: float) -> dict[str, Any] | Refusal:
         try:
             return plan([row[3] for row in self.ledger.groups(model)], share, model)
         except NoDemand as error:
