@@ -37,7 +37,8 @@ from gateway.edge.rules import PathRules
 from gateway.edge.shell import Rules
 from gateway.edge.tokens import CountPool
 from gateway.errors import Axis, PlimsollError
-from gateway.evidence.record import RecordError, load
+from gateway.evidence.record import RecordError, load, record_id
+from gateway.evidence.signing import SignatureError, holds, read_signature
 from gateway.evidence.store import RecordStore, StoreError, StoreReport
 from gateway.fleet import Fleet
 from gateway.flow.controller import Controller
@@ -160,11 +161,19 @@ class App:
         """What was asked for outside the slices, of all replicas, and how many they are."""
         return (self.ledger, 1) if self.sharing is None else await self.sharing.ledger.all()
 
-    async def _take_record(self, raw: bytes) -> None:
-        """A record that was pushed to another replica."""
+    async def _take_record(self, name: str, raw: bytes | None, signatures: tuple[str, ...]) -> None:
+        """A record that was pushed to another replica, or signatures of one that is here; only those that hold are kept."""
+
+        def store() -> None:
+            record = load(raw) if raw is not None else self.store.get(name)
+            self.store.put(record)
+            for signature in map(read_signature, signatures):
+                if holds(record, signature):
+                    self.store.put_signature(record_id(record), signature)
+
         try:
-            await asyncio.to_thread(self.store.put, await asyncio.to_thread(load, raw))
-        except (RecordError, StoreError) as error:
+            await asyncio.to_thread(store)
+        except (RecordError, StoreError, SignatureError) as error:
             log.warning("a record from another replica cannot be taken up: %s", error)
             return
         await self.look_at_records("replica")

@@ -45,7 +45,7 @@ class Sharing:
         on_trigger: Trigger,
         count_of: Callable[[str], Counted | None],
         fleet: Callable[[], Fleet],
-        take: Callable[[bytes], Awaitable[None]],
+        take: Callable[[str, bytes | None, tuple[str, ...]], Awaitable[None]],
         ledger: Ledger,
     ) -> None:
         first, state = policy(), policy().state
@@ -55,7 +55,7 @@ class Sharing:
         self._share_at = 0.0
         self._told: dict[str, tuple[str, float]] = {}  # the one that was seen instead, and when the others were told
         self._heard: dict[str, str] = {}  # what others told, which is not told again
-        self._arrived: list[bytes] = []
+        self._arrived: list[tuple[str, bytes | None, tuple[str, ...]]] = []
         self._hints = BreakerHints(lambda backend, state: self._news.breaker(backend, state.value))
         self.controller = SharedController(first.queue, time.monotonic, on_trigger, first.breaker)
         self._replicas = Replicas(
@@ -79,7 +79,11 @@ class Sharing:
         self._replicas.quotas = SharedQuotas(self._store, state.namespace)
         self.ledger = SharedLedger(self._store, state.namespace, ledger)
         self._news = News(
-            self._store, state.namespace, on_drift=self._doubt, on_breaker=self._hint, on_record=self._arrived.append
+            self._store,
+            state.namespace,
+            on_drift=self._doubt,
+            on_breaker=self._hint,
+            on_record=lambda *what: self._arrived.append(what),
         )
 
     def _set_degraded(self, degraded: bool) -> None:
@@ -87,6 +91,7 @@ class Sharing:
         if not degraded:
             self._share_at = 0.0  # what is there now may have forgotten everything
             self.ledger.forgotten()
+            self._news.forgotten()
 
     async def confirm(self, grant: Grant) -> Grant:
         """Have a grant agreed with the others. Raises Refused. A gateway that only observes holds nothing back."""
@@ -125,13 +130,16 @@ class Sharing:
             breakers = ((name, self.controller.breaker(name).state) for name in self._fleet().berths)
             self._hints.look(breakers, time.monotonic())
             arrived, self._arrived[:] = list(self._arrived), []
-            for raw in arrived:
-                await self._take(raw)
-            records, now = self._fleet().store.records, time.monotonic()
-            if not self.degraded and (records is not shared or now >= self._share_at):
+            for what in arrived:
+                await self._take(*what)
+            report, now = self._fleet().store, time.monotonic()
+            if not self.degraded and (report is not shared or now >= self._share_at):
                 with suppress(StateLost):  # told elsewhere; again when it is back
-                    await self._news.share([(name, partial(dump, record)) for name, record in records.items()])
-                    shared, self._share_at = records, now + SHARE_S
+                    await self._news.share([
+                        (name, partial(dump, record), tuple(f"{key} {value}" for key, value in report.signatures.get(name, ())))
+                        for name, record in report.records.items()
+                    ])  # fmt: skip
+                    shared, self._share_at = report, now + SHARE_S
             if not self.degraded and self.ledger.due(now):
                 with suppress(StateLost):
                     await self.ledger.say(now)

@@ -19,6 +19,12 @@ class Reader:
         self.drifts: list[tuple[str, str]] = []
         self.breakers: list[tuple[str, str, str]] = []
         self.records: list[bytes] = []
+        self.signed: list[tuple[str, str]] = []
+
+    def record(self, name: str, raw: bytes | None, signatures: tuple[str, ...]) -> None:
+        if raw is not None:
+            self.records.append(raw)
+        self.signed += [(name, line) for line in signatures]
 
     async def connect(self, url: str, namespace: str) -> None:
         self.task = await connect(self.replica, url, namespace)
@@ -28,7 +34,7 @@ class Reader:
             namespace,
             on_drift=lambda *what: self.drifts.append(what),
             on_breaker=lambda *what: self.breakers.append(what),
-            on_record=self.records.append,
+            on_record=self.record,
         )
         await self.news.share([])  # which is answered after the channel is heard
 
@@ -48,12 +54,18 @@ async def test_a_record_reaches_those_that_are_there_and_those_that_come_later(r
     first, second, late = Reader("A"), Reader("B"), Reader("C")
     await first.connect(redis_server.url, "news-record")
     await second.connect(redis_server.url, "news-record")
-    await first.news.share([("ab" * 32, lambda: b"raw")])
+    await first.news.share([("ab" * 32, lambda: b"raw", ("by one",))])
     await until(lambda: second.records == [b"raw"])
     await late.connect(redis_server.url, "news-record")
     await until(lambda: late.records == [b"raw"])
-    await second.news.share([])
+    assert second.signed == late.signed == [("ab" * 32, "by one")]
+    await second.news.share([("ab" * 32, lambda: b"raw", ("by one", "by two"))])
+    await until(lambda: first.signed == [("ab" * 32, "by two")] and len(late.signed) == 2)
     assert second.records == [b"raw"] and first.records == []
+    redis_server.client.flushdb()
+    first.news.forgotten()
+    await first.news.share([("ab" * 32, lambda: b"raw", ("by one",))])
+    assert redis_server.client.get("plimsoll:{v1:news-record}:record:" + "ab" * 32) == b"raw"
     for key in redis_server.client.scan_iter("plimsoll:{v1:news-record}:*"):
         assert redis_server.client.pttl(key) > 0
     for reader in (first, second, late):
