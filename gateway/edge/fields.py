@@ -30,6 +30,9 @@ _tool_choice = either(choice("none", "auto", "required"), tree(4096, 8))
 _stop = either(text(1024), items(text(1024), 64))
 _template_kwargs = Fields({"enable_thinking": boolean, "thinking": boolean})
 
+_thinking = Fields({
+    "type": choice("enabled", "disabled", "adaptive"), "budget_tokens": integer(1024, MAX_CAP), "display": text(32),
+})  # fmt: skip
 _response_format = Fields({
     "type": choice("text", "json_object", "json_schema"),
     "json_schema": Fields({"name": text(128), "description": text(4096), "schema": _schema, "strict": boolean}),
@@ -155,9 +158,7 @@ TABLE: dict[Parser, dict[str, Check]] = {
         "top_k": integer(-1, MAX_CAP),
         "tools": _tools,
         "tool_choice": tree(4096, 8),
-        "thinking": Fields({
-            "type": choice("enabled", "disabled", "adaptive"), "budget_tokens": integer(1024, MAX_CAP), "display": text(32),
-        }),
+        "thinking": _thinking,
         "output_config": Fields({
             "effort": choice("low", "medium", "high", "xhigh", "max"),
             "format": Fields({"type": choice("json_schema"), "schema": _schema}),
@@ -211,7 +212,7 @@ TABLE: dict[Parser, dict[str, Check]] = {
         "system": anything,
         "tools": _tools,
         "tool_choice": tree(4096, 8),
-        "thinking": anything,
+        "thinking": _thinking,
         "chat_template_kwargs": _template_kwargs,
     },
     # Multipart parts, as text.

@@ -75,9 +75,11 @@ def by_hypothesis(target: str, seed: int, count: int) -> int:
         lambda one, patch, at, two: one[: at % (len(one) + 1)] + patch + two[at % (len(two) + 1) :],
         st.sampled_from(SEEDS[target]), st.binary(max_size=12), st.integers(0, 2000), st.sampled_from(SEEDS[target]),
     )  # fmt: skip
-    half = count // 2 if target == "bodies" else 0
+    half = count // 2 if target in ("bodies", "counting") else 0
     property_of(st.binary(max_size=200) | spliced, TARGETS[target], count - half)
-    if half:
+    if target == "counting":
+        property_of(st.tuples(st.integers(0, 2), documents.LOOKS), question, half)
+    elif half:
         made = st.tuples(st.sampled_from(documents.PROXIED), documents.LOOKS, st.dictionaries(documents.KEYS, documents.TREES))
         property_of(made, document, half)
     return played
@@ -89,6 +91,11 @@ def document(made: tuple[str, dict, dict]) -> None:
     raw = documents.json.dumps({**more, **found}).encode()
     for lookup in (documents.LOOKUP, documents.OPEN):
         documents.check(path, raw, lookup)
+
+
+def question(made: tuple[int, dict]) -> None:
+    """One document on one of the routes about tokens."""
+    TARGETS["counting"](bytes((made[0], 0)) + documents.json.dumps(made[1]).encode())
 
 
 def by_atheris(target: str, seed: int, count: int) -> int:

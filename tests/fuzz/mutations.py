@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import orjson
 
+from gateway.edge import fields
 from tests.edge_path.site import KEY
 from tests.edge_path.wire import post
 from tests.support.upstream import COMPLETION, SSE_HEAD, STREAM, chunk, response
@@ -100,16 +103,91 @@ WORDS = [
 ]  # fmt: skip
 
 
+TALK = {"model": "tiny", "messages": [
+    {"role": "developer", "content": "d"}, {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url",
+        "image_url": {"url": "data:image/png;base64,A"}}]},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "y"}]},
+    {"role": "assistant", "content": "z", "reasoning": "r", "refusal": None}], "max_completion_tokens": 5}  # fmt: skip
+TURNS = {"model": "tiny", "instructions": "i", "max_output_tokens": 5, "input": [
+    {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "o"}, {"role": "assistant", "content": "z"}],
+    "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}}  # fmt: skip
+# Which document belongs to which route, by the number in its first bytes, and the fields that the route knows.
+AT = {"chat": 2, "completions": 3, "embeddings": 4, "messages": 5, "rerank": 6, "responses": 7, "score": 8}
+OWN = [
+    ("chat", JSONS[0]), ("completions", JSONS[1]), ("responses", JSONS[2]), ("messages", JSONS[3]), ("rerank", JSONS[4]),
+    ("score", JSONS[5]), ("embeddings", JSONS[6]), ("chat", JSONS[8]), ("chat", TALK), ("chat", TALK), ("responses", TURNS),
+    ("messages", {**COUNTED[4], "max_tokens": 5}),
+]  # fmt: skip
+ASKED = {"detokenize": 0, "tokenize": 1, "count_tokens": 2}
+ASKS = [
+    ("tokenize", COUNTED[0]), ("tokenize", COUNTED[1]), ("tokenize", COUNTED[2]), ("detokenize", COUNTED[3]),
+    ("count_tokens", COUNTED[4]), ("tokenize", COUNTED[5]), ("tokenize", {name: TALK[name] for name in ("model", "messages")}),
+]  # fmt: skip
+DOCUMENTS = {
+    "bodies": [(bytes((AT[parser], 0, 0)), document, sorted(fields.TABLE[parser])) for parser, document in OWN],
+    "counting": [(bytes((ASKED[parser], 0)), document, sorted(fields.TABLE[parser])) for parser, document in ASKS],
+}
+VALUES: list[object] = [
+    None, True, False, 0, 1, -1, 1.5, 2**31, 2**63, 1e300, "", "x", "\u00e9" * 9, "auto", "text", "function", "{", [], {}, [1],
+    ["x"], [[]], [{}], [None], {"type": "text", "text": "x"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {"role": "tool", "content": "x"},
+    {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "x"}]}, {"a": {"b": None}},
+    {"type": "function", "function": {"name": "f", "arguments": "[]"}}, {"type": "thinking", "thinking": "x"},
+]  # fmt: skip
+INNER = ["role", "content", "type", "text", "name", "tool_calls", "function", "arguments", "input", "id", "source", "output"]
+
+
 def inputs(target: str, seed: int, count: int) -> Iterator[bytes]:
     """`count` damaged inputs; the first are the seeds as they are."""
     dice = random.Random(f"{target} {seed}")
     seeds = SEEDS[target]
     yield from seeds[:count]
     for _ in range(count - len(seeds)):
+        if target in DOCUMENTS and dice.random() < 0.6:
+            yield _rearranged(*dice.choice(DOCUMENTS[target]), dice)
+            continue
         data = bytearray(dice.choice(seeds))
         for _ in range(dice.choice((1, 1, 2, 3, 5, 8))):
             _damage(data, dice, seeds)
         yield bytes(data[:100_000])
+
+
+def _rearranged(prefix: bytes, document: dict[str, object], names: list[str], dice: random.Random) -> bytes:
+    """A document with some of its values changed, gone, moved or new: still JSON, so that it gets past the parser."""
+    document = copy.deepcopy(document)
+    for _ in range(dice.choice((1, 1, 1, 2, 3))):
+        holder, name = dice.choice([(None, None), *_places(document)])
+        if holder is None:
+            document[dice.choice(names)] = copy.deepcopy(dice.choice(VALUES))
+            continue
+        match dice.randrange(6):
+            case 0:
+                del holder[name]
+            case 1:
+                holder[name] = [holder[name]]
+            case 2 if isinstance(holder, dict):
+                holder[dice.choice(INNER)] = copy.deepcopy(holder[name])
+            case 3 if isinstance(holder[name], dict):
+                holder[name][dice.choice(INNER)] = copy.deepcopy(dice.choice(VALUES))
+            case 4 if isinstance(holder[name], list):
+                holder[name].append(copy.deepcopy(dice.choice(VALUES)))
+            case _:
+                alike = [value for value in VALUES if type(value) is type(holder[name])] if dice.random() < 0.6 else VALUES
+                holder[name] = copy.deepcopy(dice.choice(alike or VALUES))
+    return prefix + json.dumps(document).encode()
+
+
+def _places(value: object) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) inside a document."""
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield value, name
+            yield from _places(item)
 
 
 def _damage(data: bytearray, dice: random.Random, seeds: list[bytes]) -> None:
