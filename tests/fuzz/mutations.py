@@ -151,6 +151,9 @@ def inputs(target: str, seed: int, count: int) -> Iterator[bytes]:
         if target in DOCUMENTS and dice.random() < 0.6:
             yield _rearranged(*dice.choice(DOCUMENTS[target]), dice)
             continue
+        if target == "bodies" and dice.random() < 0.2:
+            yield _form(dice)
+            continue
         data = bytearray(dice.choice(seeds))
         for _ in range(dice.choice((1, 1, 2, 3, 5, 8))):
             _damage(data, dice, seeds)
@@ -180,6 +183,40 @@ def _rearranged(prefix: bytes, document: dict[str, object], names: list[str], di
                 alike = [value for value in VALUES if type(value) is type(holder[name])] if dice.random() < 0.6 else VALUES
                 holder[name] = copy.deepcopy(dice.choice(alike or VALUES))
     return prefix + json.dumps(document).encode()
+
+
+PARTS = [
+    (b"model", b"", b"tiny"), (b"file", b'; filename="a.wav"', b"RIFF0000WAVE"), (b"language", b"", b"en"),
+    (b"prompt", b"", b"x"), (b"max_completion_tokens", b"", b"5"), (b"stream", b"", b"true"), (b"temperature", b"", b"0.5"),
+    (b"include[]", b"", b"logprobs"),
+    (b"presence_penalty", b"", b"1e999"), (b"response_format", b"", b"json"), (b"hotwords", b"", b"\xc3\xa9"),
+]  # fmt: skip
+TEXTS = [
+    b"",
+    b"0",
+    b"-1",
+    b"9" * 30,
+    b"true",
+    b"nan",
+    b"\xff",
+    b"\r\n--x",
+    b"\r\n--x--\r\n",
+    b"a" * 5000,
+    b"0x10",
+    b"1_0",
+    b"\xd9\xa3",
+]
+
+
+def _form(dice: random.Random) -> bytes:
+    """An upload of well-formed parts: some left out, some twice, in any order, some with another text."""
+    parts = [part for part in PARTS if dice.random() < (0.9 if part[0] in (b"model", b"file") else 0.3)]
+    parts += dice.choices(PARTS, k=dice.choice((0, 0, 0, 0, 1)))
+    dice.shuffle(parts)
+    if parts and dice.random() < 0.5:
+        at = dice.randrange(len(parts))
+        parts[at] = (*parts[at][:2], dice.choice(TEXTS))
+    return bytes((dice.randrange(2), 1, 0)) + b"".join(FORM % part for part in parts) + b"--x--\r\n"
 
 
 def _places(value: object) -> Iterator[tuple[Any, Any]]:
