@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gateway.edge.keys import KeyRing, Principal
     from gateway.edge.routes import Route
+    from gateway.edge.rules import PathRules
 
 _ONCE = (b"host", b"content-type", b"content-encoding", b"content-length", b"transfer-encoding")
 
@@ -15,11 +16,12 @@ class Incoming:
     """Head and body of one request. `received_at`: monotonic seconds of its first byte.
 
     `fields` holds the last value of each header (names in lower case); `headers` all of them in order. `route` and
-    `principal` are set once the request has been screened.
+    `principal` are set once the request has been screened; `cleared` are the rules under which any request with this very
+    head passes, None where each must be looked at.
     """
 
     __slots__ = (
-        "body", "expects_continue", "fields", "head_done", "headers", "http_1_0", "keep_alive", "method", "principal",
+        "body", "cleared", "expects_continue", "fields", "head_done", "headers", "http_1_0", "keep_alive", "method", "principal",
         "received_at", "route", "screened", "size", "target", "whole",
     )  # fmt: skip
 
@@ -37,6 +39,20 @@ class Incoming:
         self.head_done = self.whole = self.screened = False
         self.route: Route | None = None
         self.principal: Principal | None = None
+        self.cleared: PathRules | None = None
+
+    def again(self, received_at: float, body: bytes) -> Incoming:
+        """Another whole request that came with the same head, byte for byte. Its own screening is still to come."""
+        new = Incoming.__new__(Incoming)
+        new.received_at = received_at
+        new.method, new.target, new.headers, new.fields = self.method, self.target, self.headers, self.fields
+        new.keep_alive, new.http_1_0, new.expects_continue = self.keep_alive, self.http_1_0, self.expects_continue
+        new.route, new.principal, new.cleared = self.route, self.principal, self.cleared
+        new.body = [body]
+        new.size = len(body)
+        new.head_done = new.whole = True
+        new.screened = False
+        return new
 
     @property
     def path(self) -> bytes:

@@ -249,6 +249,8 @@ class DataPath:
     def screen(self, client: PlimsollProtocol, incoming: Incoming) -> Refusal | bytes | None:
         """Judge a head: None to go on, a refusal, or the whole answer to a preflight."""
         rules = self.rules
+        if incoming.cleared is rules and not self.draining:
+            return None
         if rules.has_cors and incoming.method == b"OPTIONS" and b"access-control-request-method" in incoming.fields:
             ours = b"x-request-id: %b\r\n" % self._exchange(client, incoming).request_id.encode()
             answer = rules.cors.preflight(incoming.fields.get(b"origin"), ours)
@@ -257,6 +259,8 @@ class DataPath:
         refusal = self._intake.screen(client, incoming, rules)
         if refusal is None and self.draining and incoming.route is not None and incoming.route.kind == "proxy":
             return _DRAINING
+        if refusal is None and incoming.principal is not None and incoming.principal.expires is None:
+            incoming.cleared = rules
         return refusal
 
     def refuse(self, client: PlimsollProtocol, incoming: Incoming | None, refusal: Refusal) -> bytes:

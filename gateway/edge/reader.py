@@ -19,6 +19,7 @@ from gateway.errors import Reason, Refusal
 
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 200
+MAX_KNOWN_HEAD_BYTES = 4096
 _HOP = frozenset({b"upgrade", b"http2-settings", b"connection"})
 
 
@@ -45,7 +46,8 @@ class Store(Protocol):
 class Reader:
     """`ready`: whole requests in order. `receiving`: the one that is arriving. `broken`: why nothing more can be read."""
 
-    __slots__ = ("_fed", "_head_bytes", "_parser", "_store", "_upgrading", "broken", "ready", "receiving")
+    __slots__ = ("_fed", "_head_bytes", "_known", "_known_head", "_known_size", "_parser", "_store", "_upgrading", "broken",
+                 "ready", "receiving")  # fmt: skip
 
     def __init__(self, store: Store) -> None:
         self.ready: deque[Incoming] = deque()
@@ -55,6 +57,9 @@ class Reader:
         self._head_bytes = 0  # of the head that is arriving, before the present read
         self._fed = 0
         self._upgrading = False
+        self._known: Incoming | None = None  # the last request that came whole in one read, with its head as it was sent
+        self._known_head = b""
+        self._known_size = 0
         self._new_parser()
 
     def _new_parser(self) -> None:
@@ -64,7 +69,11 @@ class Reader:
 
     def feed(self, data: bytes) -> None:
         """The next bytes. Never raises: what cannot be read is in `broken`."""
-        self._fed = len(data)
+        size = len(data)
+        if size == self._known_size and self.receiving is None and data.startswith(self._known_head) and self._repeated(data):
+            return
+        self._fed = size
+        fresh = self.receiving is None and not self.ready
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -75,12 +84,45 @@ class Reader:
             if self.broken is None:
                 self.broken = Refusal(Reason.INVALID_BODY, "This is not a valid HTTP/1.1 request.")
         receiving = self.receiving
+        if fresh and receiving is None and len(self.ready) == 1:
+            self._remember(self.ready[0], data)
         if receiving is not None and not receiving.head_done:
             self._head_bytes += len(data)
             if self._head_bytes > 2 * MAX_HEAD_BYTES:  # the names and values alone are held to the bound itself
                 self.broken = _head_too_large()
         elif len(data) > 2 * MAX_HEAD_BYTES and data.find(b"\r\n\r\n") > 2 * MAX_HEAD_BYTES:
             self.broken = _head_too_large()
+
+    def _remember(self, whole: Incoming, data: bytes) -> None:
+        """`data` brought exactly this request, from its first byte to its last: its head then needs no parser next time."""
+        head_size = len(data) - whole.size
+        fields = whole.fields
+        if (
+            whole.size
+            and whole.keep_alive
+            and head_size <= MAX_KNOWN_HEAD_BYTES
+            and not whole.expects_continue
+            and fields.get(b"content-length") == b"%d" % whole.size
+            and b"transfer-encoding" not in fields
+            and b"upgrade" not in fields
+            and self.broken is None
+            and data.find(b"\r\n\r\n") == head_size - 4
+        ):
+            self._known, self._known_head, self._known_size = whole, data[:head_size], len(data)
+
+    def _repeated(self, data: bytes) -> bool:
+        """Take up a request whose head is the known one and whose body has the same length. False: the parser must judge."""
+        known, store = self._known, self._store
+        body = data[len(self._known_head) :]
+        held = store.buffered_bytes + len(body)
+        if known is None or self.broken is not None or len(body) > store.bounds.max_body_bytes:
+            return False
+        if held > store.bounds.max_buffered_bytes:
+            return False
+        store.buffered_bytes = held
+        self._known = again = known.again(time.monotonic(), body)  # with what screening finds out about it
+        self.ready.append(again)
+        return True
 
     def release(self, incoming: Incoming) -> None:
         """The bytes of a body are not held any more."""
