@@ -19,6 +19,7 @@ from typing import Any
 from gateway.errors import Refusal, Refused
 from gateway.flow.envelope import Envelope
 from gateway.flow.grant import Grant
+from gateway.flow.pool import AGED_SHARE
 from gateway.flow.shared import SharedController
 from gateway.flow.waiting import Waiting
 from gateway.forward.watch import Counted
@@ -152,6 +153,9 @@ class Replicas:
             again = waiting.result  # granted at once: what is counted here and there does not agree yet
             if isinstance(again, Grant) and again.backend == mooring.name:
                 mooring.pause(TICK_S, view)
+        elif answer.verdict is Verdict.EARLY:
+            self.controller.not_due(grant)
+            mooring.resume(view)
         elif answer.verdict is Verdict.BEHIND:
             mooring.pause(WOKEN_S * 1.25, view)
         else:
@@ -179,12 +183,12 @@ class Replicas:
     def _asked(
         self, mooring: Mooring, envelope: Envelope, name: str, mask: int, waited_s: float, cost: float, what: Grant | Waiting
     ) -> Ask:
-        demand = what.demand
+        demand, place = what.demand, what.place if isinstance(what, Grant) else what
         shape = demand.shape
         blocks = shape.sequences * -(-(shape.input_tokens + shape.output_tokens) // envelope.block_size)
         return Ask(
             name, mooring.rules_of(envelope), mask, shape, blocks, demand.priority, demand.tenant, demand.weight, cost, waited_s,
-            self._longest_s() + SLACK_S,
+            self._longest_s() + SLACK_S, AGED_SHARE * (place.deadline - place.enqueued_at) if place is not None else None,
         )  # fmt: skip
 
     def _name(self) -> str:

@@ -106,6 +106,11 @@ class SharedController(Controller):
                 bay.occupancy.beside(sequences, blocks, allowed)
                 self._pump(pool, now)
 
+    def not_due(self, grant: Grant) -> None:
+        """The level of a grant that has gone back had its aged turn at another replica: counted from there on."""
+        pool = self._topology.route(grant.demand.backends, self._clock()).pool
+        pool.level(grant.demand.priority).since_aged = 0
+
     def fits(self, grant: Grant) -> bool:
         """Whether, by what is known here, there would be room for a grant that has gone back."""
         return self._topology.bay(grant.backend).occupancy.fits(grant.mask, grant.shape.sequences, grant.blocks)

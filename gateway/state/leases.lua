@@ -5,10 +5,11 @@
 local SUM, OWN, LEA, HEAD, VT, CHANNEL, all_keys
 local owner, session, run, lease_ms, ttl_ms, now
 local rows_of, owners_read
-local WOKEN_MS, OVERTAKINGS = 200, 8
+local WOKEN_MS, OVERTAKINGS, AGED_EVERY = 200, 8, 20
+local due
 -- Positions in a packed request.
-local ID, MASK, TASK, FEATURES, INPUT, OUTPUT, SEQS, BLOCKS, PRIO, TENANT, WEIGHT, COST, WAITED, EXEC, DIGEST =
-  1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+local ID, MASK, TASK, FEATURES, INPUT, OUTPUT, SEQS, BLOCKS, PRIO, TENANT, WEIGHT, COST, WAITED, EXEC, DIGEST, AGED =
+  1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
 
 local function whole(value) return string.format('%.0f', value) end
 
@@ -218,8 +219,40 @@ local function tag(ask, list)
   return waits_already(ask[TENANT], ask[PRIO], list) and own or math.max(own, vtime(ask[PRIO], ''))
 end
 
+-- Grants by priority while anything waited, and how many more urgent ones there were when a level last had its aged turn.
+local function priorities()
+  local found = {}
+  for prio in string.gmatch(redis.call('HGET', VT, 'prios') or '', '[^,]+') do found[#found + 1] = prio end
+  return found
+end
+
+local function more_urgent(prio)
+  local total = 0
+  for _, each in ipairs(priorities()) do
+    if tonumber(each) < prio then total = total + tonumber(redis.call('HGET', VT, 'g|' .. each) or 0) end
+  end
+  return total
+end
+
+-- The levels whose aged requests may pass the more urgent ones now: one grant in AGED_EVERY, counted over all replicas.
+local function find_due(list, ask, since)
+  due = {}
+  local function consider(each, from)
+    if (each[AGED] or -1) >= 0 and now - from >= each[AGED] then due[each[PRIO]] = true end
+  end
+  for _, head in ipairs(list) do consider(head.ask, head.since) end
+  if ask then consider(ask, since) end
+  for prio in pairs(due) do
+    due[prio] = more_urgent(prio) - tonumber(redis.call('HGET', VT, 'm|' .. whole(prio)) or 0) >= AGED_EVERY - 1
+  end
+end
+
 local function before(one, since_one, other, since_other, list)
-  if one[PRIO] ~= other[PRIO] then return one[PRIO] < other[PRIO] end
+  if one[PRIO] ~= other[PRIO] then
+    local left, right = due[one[PRIO]] or false, due[other[PRIO]] or false
+    if left ~= right then return left end
+    return one[PRIO] < other[PRIO]
+  end
   if one[TENANT] ~= other[TENANT] then
     local left, right = tag(one, list), tag(other, list)
     if left ~= right then return left < right end
@@ -248,6 +281,7 @@ end
 -- Whether it is the caller's own, which is told by the answer (`loud`: by a message like the others).
 local function wake_next(loud)
   local list = heads()
+  find_due(list)
   local best = nil
   for _, head in ipairs(list) do
     if head.woken > 0 and now - head.woken > WOKEN_MS then
@@ -267,11 +301,8 @@ local function wake_next(loud)
 end
 
 -- Who stands before this request: 'behind' one that fits now, or 'held' for one that was passed often enough.
-local function in_the_way(ask, list)
-  local passed, since = {}, now - ask[WAITED]
-  for _, head in ipairs(list) do
-    if head.who == owner and head.ask[ID] == ask[ID] then since = head.since end
-  end
+local function in_the_way(ask, since, list)
+  local passed = {}
   for _, head in ipairs(list) do
     local turn_lost = head.woken > 0 and now - head.woken > WOKEN_MS
     if head.who ~= owner and not turn_lost and before(head.ask, head.since, ask, since, list) then
@@ -299,6 +330,24 @@ end
 
 -- Operations --------------------------------------------------------------------------------------------------------
 
+local function waits_since(ask, list)
+  for _, head in ipairs(list) do
+    if head.who == owner and head.ask[ID] == ask[ID] then return head.since end
+  end
+  return now - ask[WAITED]
+end
+
+-- A grant while others wait counts for the turns of the aged; one that passes more urgent ones was such a turn.
+local function count_grant(ask, list, following)
+  local prio, passes = whole(ask[PRIO]), following and following[PRIO] < ask[PRIO]
+  for _, head in ipairs(list) do passes = passes or head.ask[PRIO] < ask[PRIO] end
+  if redis.call('HINCRBY', VT, 'g|' .. prio, 1) == 1 then
+    local known = redis.call('HGET', VT, 'prios')
+    redis.call('HSET', VT, 'prios', known and (known .. ',' .. prio) or prio)
+  end
+  if passes then redis.call('HSET', VT, 'm|' .. prio, whole(more_urgent(ask[PRIO]))) end
+end
+
 -- The start tag of a grant moves the clock and the tenant's own time.
 local function charge(ask, list)
   local clock, own = whole(ask[PRIO]) .. '|', whole(ask[PRIO]) .. '|' .. ask[TENANT]
@@ -322,13 +371,17 @@ local function acquire(text, next_text)
     return {'unregistered', '0 0 -'}
   end
   local list, verdict = heads(), 'denied'
+  local since, following = waits_since(ask, list), next_text ~= '' and cjson.decode(next_text) or nil
+  if #list > 0 or following then find_due(list, ask, since) else due = {} end
   if now < from then
     verdict = 'cold'
+  elseif following and following[PRIO] < ask[PRIO] and not due[ask[PRIO]] then
+    verdict = 'early'
   elseif fits(digest, ask, seen) then
-    verdict = in_the_way(ask, list) or 'granted'
+    verdict = in_the_way(ask, since, list) or 'granted'
   end
   if verdict ~= 'granted' then
-    set_head(text)
+    set_head(verdict == 'early' and next_text or text)
     if verdict == 'behind' then wake_next() end
     return {verdict, view_of(seen), whole(math.max(0, from - now))}
   end
@@ -336,7 +389,8 @@ local function acquire(text, next_text)
   redis.call('HSET', LEA, ask[ID], pack_lease(owner, now + ask[EXEC], text))
   if seen.s == 0 then redis.call('PEXPIRE', LEA, ttl_ms) end
   recount(seen, ask, 1)
-  if #list > 0 or next_text ~= '' then
+  if #list > 0 or following then
+    count_grant(ask, list, following)
     set_head(next_text)
     wake_next()
   end
@@ -491,7 +545,7 @@ redis.register_function('FUNCTION_NAME', function(keys, args)
   CHANNEL = SUM .. ':wake'
   owner, session, run = args[2], args[3], args[6]
   lease_ms, ttl_ms = tonumber(args[4]), tonumber(args[5])
-  rows_of, owners_read = {}, nil
+  rows_of, owners_read, due = {}, nil, {}
   local clock = redis.call('TIME')
   now = clock[1] * 1000 + math.floor(clock[2] / 1000)
   return operations[args[1]](args)

@@ -12,6 +12,7 @@ Owns no state. The rules that every store keeps, all on the store's own clock:
 5. Each replica shows the head of its queue. A request yields to another replica's head that is before it (priority, then the
    tenant's virtual time, then age) and fits; a head that does not fit is passed at most eight times, then room is held for it.
    Whoever makes room wakes the head that is next. A head that was woken and does not come for 200 ms loses its turn.
+   A lower priority whose request is aged may pass more urgent ones with one grant in twenty, counted over all replicas.
 6. Requests at the backend of gateways that never registered stop all granting.
 
 Talks to: `memory` and `redis_store` implement it; `gateway.replicas` uses it.
@@ -32,6 +33,7 @@ from gateway.flow.shape import Shape
 
 WOKEN_S = 0.2
 OVERTAKINGS = 8
+AGED_EVERY = 20
 STRANGE_S = 2.5
 
 
@@ -81,6 +83,7 @@ class Ask(NamedTuple):
     """One request for a lease. `mask`: of its boxes in `rules`. `blocks`: KV blocks. `cost`: charged to the tenant.
 
     `waited_s`: how long it has waited already. `execution_s`: the longest it may run, from now.
+    `aged_s`: when it has waited so long in all, it is aged; None: never.
     """
 
     lease: str
@@ -94,6 +97,7 @@ class Ask(NamedTuple):
     cost: float = 1.0
     waited_s: float = 0.0
     execution_s: float = 600.0
+    aged_s: float | None = None
 
     def packed(self) -> bytes:
         """As the script reads it."""
@@ -103,6 +107,7 @@ class Ask(NamedTuple):
             self.lease, bits, shape.task, sorted(shape.features), shape.input_tokens, shape.output_tokens, shape.sequences,
             self.blocks, self.priority, self.tenant, self.weight, self.cost, int(self.waited_s * 1000),
             int(self.execution_s * 1000), self.rules.digest,
+            -1 if self.aged_s is None else int(self.aged_s * 1000),
         ))  # fmt: skip
 
 
@@ -111,6 +116,7 @@ class Verdict(StrEnum):
     DENIED = "denied"  # no room; the asker's head is registered now
     BEHIND = "behind"  # another replica's head goes first; a wake-up follows
     HELD = "held"  # room is held for another replica's head
+    EARLY = "early"  # aged, but its level has had its turn: more urgent ones of the asker go first
     COLD = "cold"  # the store has lost its memory or sees strangers; again after `retry_s`
     UNREGISTERED = "unregistered"  # beat with everything held, then again
     OK = "ok"

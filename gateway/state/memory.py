@@ -8,11 +8,11 @@ against, and what the simulation of a large fleet runs on. Time is a function, i
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gateway.state.leases import OVERTAKINGS, STRANGE_S, WOKEN_S, Answer, Ask, Rules, Verdict, View, Wake
+from gateway.state.leases import AGED_EVERY, OVERTAKINGS, STRANGE_S, WOKEN_S, Answer, Ask, Rules, Verdict, View, Wake
 
 _NOTHING = View(0, 0, 0)
 
@@ -47,6 +47,18 @@ class Berth:
     heads: dict[str, Head] = field(default_factory=dict)
     vtime: defaultdict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     strange: float = 0.0
+    granted: Counter[int] = field(default_factory=Counter)  # by priority, while anything waited
+    turns: Counter[int] = field(default_factory=Counter)  # more urgent grants when a level last had its aged turn
+
+    def more_urgent(self, priority: int) -> int:
+        """Grants to more urgent levels."""
+        return sum(count for each, count in self.granted.items() if each < priority)
+
+    def due(self, now: float, ask: Ask | None = None, since: float = 0.0) -> frozenset[int]:
+        """The levels whose aged requests may pass the more urgent ones now."""
+        waits = [(head.ask, head.since) for head in self.heads.values()] + ([(ask, since)] if ask is not None else [])
+        aged = {each.priority for each, begun in waits if each.aged_s is not None and now - begun >= each.aged_s}
+        return frozenset(level for level in aged if self.more_urgent(level) - self.turns[level] >= AGED_EVERY - 1)
 
 
 class MemoryState:
@@ -92,12 +104,17 @@ class MemoryLeases:
             self._set_head(berth, ask, now)
             return _done(Answer(Verdict.COLD, self._view(berth, self.owner, ask.rules), retry_s=cold - now))
         verdict = Verdict.DENIED
-        if _fits(berth, ask):
-            verdict = self._in_the_way(berth, ask, now) or Verdict.GRANTED
+        mine = berth.heads.get(self.owner)
+        since = mine.since if mine is not None and mine.ask.lease == ask.lease else now - ask.waited_s
+        due = berth.due(now, ask, since)
+        if following is not None and following.priority < ask.priority and ask.priority not in due:
+            verdict = Verdict.EARLY
+        elif _fits(berth, ask):
+            verdict = self._in_the_way(berth, ask, since, due, now) or Verdict.GRANTED
         if verdict is Verdict.GRANTED:
             self._grant(berth, ask, following, now)
         else:
-            self._set_head(berth, ask, now)
+            self._set_head(berth, following if verdict is Verdict.EARLY else ask, now)
         if verdict in (Verdict.GRANTED, Verdict.BEHIND):
             self._wake_next(backend, berth, now)
         return _done(Answer(verdict, self._view(berth, self.owner, ask.rules)))
@@ -166,6 +183,11 @@ class MemoryLeases:
         berth.vtime[clock] = max(start, berth.vtime[clock])
         berth.vtime[ask.priority, ask.tenant] = start + ask.cost / ask.weight
         berth.leases[ask.lease] = Held(ask, self.owner, now + ask.execution_s)
+        others = [head.ask for head in berth.heads.values()] + ([following] if following is not None else [])
+        if others:
+            berth.granted[ask.priority] += 1
+            if any(each.priority < ask.priority for each in others):
+                berth.turns[ask.priority] = berth.more_urgent(ask.priority)
         self._set_head(berth, following, now)
 
     def _set_head(self, berth: Berth, ask: Ask | None, now: float) -> None:
@@ -179,12 +201,10 @@ class MemoryLeases:
         same = old is not None and old.ask.lease == ask.lease
         berth.heads[self.owner] = Head(ask, old.since, old.passed) if same and old is not None else Head(ask, now - ask.waited_s)
 
-    def _in_the_way(self, berth: Berth, ask: Ask, now: float) -> Verdict | None:
+    def _in_the_way(self, berth: Berth, ask: Ask, since: float, due: frozenset[int], now: float) -> Verdict | None:
         passed: list[Head] = []
-        mine = berth.heads.get(self.owner)
-        since = mine.since if mine is not None and mine.ask.lease == ask.lease else now - ask.waited_s
         for head in self._others(berth, now):
-            if _key(berth, head.ask, head.since) < _key(berth, ask, since):
+            if _key(berth, head.ask, head.since, due) < _key(berth, ask, since, due):
                 if _fits(berth, head.ask):
                     return Verdict.BEHIND
                 if head.passed >= OVERTAKINGS:
@@ -206,7 +226,8 @@ class MemoryLeases:
         for owner, head in list(berth.heads.items()):
             if _turn_lost(head, now) or berth.owners.get(owner, (0.0, 0))[0] <= now:
                 del berth.heads[owner]
-        fitting = [(_key(berth, h.ask, h.since), owner) for owner, h in berth.heads.items() if _fits(berth, h.ask)]
+        due = berth.due(now)
+        fitting = [(_key(berth, h.ask, h.since, due), owner) for owner, h in berth.heads.items() if _fits(berth, h.ask)]
         if not fitting:
             return False
         owner = min(fitting)[1]
@@ -265,8 +286,8 @@ def _tag(berth: Berth, ask: Ask) -> float:
     return own if _waits(berth, ask) else max(own, berth.vtime[ask.priority, ""])
 
 
-def _key(berth: Berth, ask: Ask, since: float) -> tuple[int, float, float]:
-    return ask.priority, _tag(berth, ask), since
+def _key(berth: Berth, ask: Ask, since: float, due: frozenset[int]) -> tuple[bool, int, float, float]:
+    return ask.priority not in due, ask.priority, _tag(berth, ask), since
 
 
 def _turn_lost(head: Head, now: float) -> bool:

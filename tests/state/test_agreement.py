@@ -13,6 +13,7 @@ from gateway.flow.envelope import Box, Envelope
 from gateway.flow.grant import Grant
 from gateway.flow.shape import NO_FEATURES
 from gateway.flow.shared import divided
+from gateway.flow.waiting import Waiting
 from gateway.state.leases import Answer, Ask, StateLost
 from gateway.state.memory import MemoryLeases, MemoryState
 from tests.state.test_case_37_clocks import GATE, Clock, Site
@@ -177,3 +178,34 @@ def test_a_share_leaves_out_what_nothing_is_left_of() -> None:
     gate = divided(Open(Envelope(boxes, 4096), "h"), 3)
     assert [(box.input_max, box.concurrency) for box in gate.envelope.boxes] == [(100, 2)]
     assert gate.envelope.kv_tokens == 1365
+
+
+async def test_a_turn_of_the_aged_that_another_replica_took_is_waited_for_again() -> None:
+    """One slot is free at a time; the batch request comes to it in its turn over all replicas, and nothing stands still."""
+    async with Two(lease_s=300.0) as two:
+        site, berth = two.a, two.state.berth("b")
+        held = [await site.admit() for _ in range(8)]
+        batch = site.controller.request(site.demand(wait_s=100)._replace(priority=1, priority_class="batch"), site.clock())
+        served: list[str] = []
+
+        async def admit(waiting: object, name: str) -> None:
+            assert isinstance(waiting, Waiting)
+            grant = await site.replicas.confirm(await site.controller.wait(waiting))
+            served.append(name)
+            held.append(grant)
+
+        site.clock.wrong_by_s += 60.0  # the batch request is aged
+        tasks = [asyncio.create_task(admit(batch, "batch"))]
+        tasks += [
+            asyncio.create_task(admit(site.controller.request(site.demand(wait_s=60), site.clock()), "urgent")) for _ in range(45)
+        ]
+        await asyncio.sleep(0)
+        for number in range(1, 41):
+            held.pop(0).settle(site.clock())
+            await until(lambda: len(served) == number)  # noqa: B023
+            if number == 10:
+                berth.turns[1] = berth.more_urgent(1)  # the batch request of another replica had its turn
+        assert served.count("batch") == 1 and 28 <= served.index("batch") <= 39
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator
 
@@ -90,7 +91,7 @@ async def test_room_for_several_wakes_one_after_the_other(replicas: World) -> No
     a, b, c = replicas["A"], replicas["B"], replicas["C"]
     block = ask(sequences=8)
     await a.takes(block)
-    first, second = ask(), ask()
+    first, second = ask(waited_s=1.0), ask()  # of two that came in one millisecond, either may be first
     await b.acquire(first)
     await c.acquire(second)
     await a.settle(block)
@@ -278,3 +279,56 @@ async def test_whatever_happens_the_counts_come_back_to_nothing(replicas: World,
         await replicas[owner].settle(request)  # type: ignore[arg-type]
     for replica in replicas.replicas.values():
         assert (await replica.register()).view == View(0, 0, 0b11)
+
+
+async def test_the_aged_of_a_lower_class_get_one_grant_in_twenty_over_replicas(replicas: World) -> None:
+    """One slot; A always has an interactive request waiting, B and C always an aged batch one: together one in twenty."""
+    rules = Rules.of((SMALL._replace(concurrency=1),), None)
+    made: dict[str, dict[str, object]] = {n: {"priority": 1, "waited_s": 60.0, "aged_s": 30.0} for n in "BC"}
+    made["A"] = {"priority": 0, "waited_s": 1.0}
+    heads = {name: ask(rules=rules, **more) for name, more in made.items()}
+    for name, head in heads.items():
+        await replicas[name].store.beat("b", rules, head, [])
+    order: list[str] = []
+    while len(order) < 84:
+        for name, replica in replicas.replicas.items():
+            following = ask(rules=rules, **made[name])
+            answer = await replica.acquire(heads[name], following)
+            if answer.verdict is GRANTED:
+                order.append(name)
+                settled, heads[name] = heads[name], following
+                await replica.settle(settled)
+            elif answer.verdict is Verdict.UNREGISTERED:
+                await replica.store.beat("b", rules, heads[name], [])
+    turns = [index for index, name in enumerate(order) if name != "A"]
+    assert len(turns) in (4, 5)
+    assert all(later - earlier >= 20 for earlier, later in itertools.pairwise(turns))
+
+
+async def test_what_is_not_aged_never_passes_a_more_urgent_one(replicas: World) -> None:
+    a, b = replicas["A"], replicas["B"]
+    rules = Rules.of((SMALL._replace(concurrency=1),), None)
+    batch = ask(rules=rules, priority=1, waited_s=1.0, aged_s=3600.0)
+    head = ask(rules=rules)
+    await a.store.beat("b", rules, head, [])
+    await b.store.beat("b", rules, batch, [])
+    for _ in range(25):
+        following = ask(rules=rules)
+        assert (await a.acquire(head, following)).verdict is GRANTED
+        await a.settle(head)
+        assert (await b.acquire(batch)).verdict is Verdict.BEHIND
+        head = following
+
+
+async def test_an_aged_one_beside_the_askers_own_urgent_ones_waits_for_its_turn(replicas: World) -> None:
+    a = replicas["A"]
+    urgent, aged = ask(), ask(priority=1, waited_s=60.0, aged_s=30.0)
+    assert (await a.acquire(aged, urgent)).verdict is Verdict.EARLY
+    for _ in range(19):
+        following = ask()
+        assert (await a.acquire(urgent, following)).verdict is GRANTED
+        await a.settle(urgent)
+        urgent = following
+    assert (await a.acquire(aged, urgent)).verdict is GRANTED
+    again = ask(priority=1, waited_s=60.0, aged_s=30.0)
+    assert (await a.acquire(again, urgent)).verdict is Verdict.EARLY
