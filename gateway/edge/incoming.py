@@ -31,7 +31,7 @@ class Incoming:
         self.target = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.fields: dict[bytes, bytes] = {}
-        self.body: list[bytes] = []
+        self.body: list[bytes | bytearray] = []
         self.size = 0
         self.keep_alive = False
         self.http_1_0 = False
@@ -78,7 +78,7 @@ class Incoming:
     def take_body(self) -> bytes:
         """The whole body; the pieces are let go."""
         pieces, self.body = self.body, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
 
 
 class Known:

@@ -20,6 +20,7 @@ from gateway.errors import Reason, Refusal
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 200
 MAX_KNOWN_HEAD_BYTES = 4096
+MAX_PIECES = 64  # of a body, before small ones are put together: each costs tens of bytes beside its own
 _HOP = frozenset({b"upgrade", b"http2-settings", b"connection"})
 
 
@@ -46,8 +47,8 @@ class Store(Protocol):
 class Reader:
     """`ready`: whole requests in order. `receiving`: the one that is arriving. `broken`: why nothing more can be read."""
 
-    __slots__ = ("_fed", "_head_bytes", "_known", "_known_head", "_known_size", "_parser", "_store", "_upgrading", "broken",
-                 "ready", "receiving")  # fmt: skip
+    __slots__ = ("_fed", "_framing_bytes", "_head_bytes", "_known", "_known_head", "_known_size", "_parser", "_store",
+                 "_upgrading", "broken", "ready", "receiving")  # fmt: skip
 
     def __init__(self, store: Store) -> None:
         self.ready: deque[Incoming] = deque()
@@ -55,6 +56,7 @@ class Reader:
         self.broken: Refusal | None = None
         self._store = store
         self._head_bytes = 0  # of the head that is arriving, before the present read
+        self._framing_bytes = 0  # of reads that brought a body nothing
         self._fed = 0
         self._upgrading = False
         self._known: Incoming | None = None  # the last request that came whole in one read, with its head as it was sent
@@ -73,7 +75,9 @@ class Reader:
         if size == self._known_size and self.receiving is None and data.startswith(self._known_head) and self._repeated(data):
             return
         self._fed = size
-        fresh = self.receiving is None and not self.ready
+        arriving = self.receiving
+        fresh = arriving is None and not self.ready
+        before = arriving.size if arriving is not None else 0
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -89,6 +93,10 @@ class Reader:
         if receiving is not None and not receiving.head_done:
             self._head_bytes += len(data)
             if self._head_bytes > 2 * MAX_HEAD_BYTES:  # the names and values alone are held to the bound itself
+                self.broken = _head_too_large()
+        elif receiving is not None and receiving is arriving and receiving.size == before:
+            self._framing_bytes += len(data)  # trailers and the like, which the parser holds as long as they go on
+            if self._framing_bytes > 2 * MAX_HEAD_BYTES:
                 self.broken = _head_too_large()
         elif len(data) > 2 * MAX_HEAD_BYTES and data.find(b"\r\n\r\n") > 2 * MAX_HEAD_BYTES:
             self.broken = _head_too_large()
@@ -152,7 +160,7 @@ class Reader:
 
     def on_message_begin(self) -> None:
         self.receiving = Incoming(time.monotonic())
-        self._head_bytes = 0
+        self._head_bytes = self._framing_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         if self.receiving is not None:
@@ -190,13 +198,25 @@ class Reader:
         receiving, store = self.receiving, self._store
         if receiving is None:
             return
-        receiving.body.append(body)
+        pieces = receiving.body
+        if len(pieces) < MAX_PIECES:
+            pieces.append(body)
+        else:
+            self._put_together(pieces, body)
         receiving.size += len(body)
         store.buffered_bytes += len(body)
         if receiving.size > store.bounds.max_body_bytes:
             self._refuse(body_too_large(store.bounds.max_body_bytes))
         elif store.buffered_bytes > store.bounds.max_buffered_bytes:
             self._refuse(Refusal(Reason.QUEUE_FULL, "Too many uploads at once.", retry_after_s=1.0))
+
+    @staticmethod
+    def _put_together(pieces: list[bytes | bytearray], body: bytes) -> None:
+        if len(pieces) == MAX_PIECES:
+            pieces.append(bytearray())
+        last = pieces[-1]
+        assert isinstance(last, bytearray)
+        last += body
 
     def on_message_complete(self) -> None:
         receiving = self.receiving

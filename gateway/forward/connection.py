@@ -79,6 +79,7 @@ class Connection(asyncio.Protocol):
         "_complete",
         "_excess",
         "_fed",
+        "_framing_bytes",
         "_head_bytes",
         "_head_done",
         "_headers",
@@ -118,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._status = 0
         self.fields: dict[bytes, bytes] = {}  # the last value of each header
-        self._head_bytes = self._fed = 0
+        self._head_bytes = self._fed = self._framing_bytes = 0
         self._interim = 0
         self._head_done = self._told_head = self._complete = self._excess = self._close_delimited = self._keep_alive = False
 
@@ -184,6 +185,13 @@ class Connection(asyncio.Protocol):
             if self._head_bytes > MAX_HEADER_BYTES:
                 self._fail(FailureKind.MALFORMED, "the response's headers are too large")
             return
+        if self._body or self._complete or not self._told_head:
+            self._framing_bytes = 0
+        else:
+            self._framing_bytes += len(data)  # trailers and the like, which the parser holds as long as they go on
+            if self._framing_bytes > MAX_HEADER_BYTES:
+                self._fail(FailureKind.MALFORMED, "the response's trailers are too large")
+                return
         self._deliver(sink)
 
     def eof_received(self) -> None:

@@ -133,6 +133,38 @@ async def test_nothing_smuggled_behind_a_request_reaches_a_backend_as_such(fort)
         assert b"sk-" not in each.head.replace(b"sk-upstream-0c2d-secret", b"")
 
 
+CHUNKED = (f"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {OTHER}\r\n"
+           "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n").encode()  # fmt: skip
+
+
+@pytest.mark.parametrize("framing", [b"2\r\n{}\r\n0\r\nx: ", b"0\r\n" + b"a: b\r\n" * 30_000, b"2;x=", b"1\r\n{\r\n1;x="])
+async def test_what_belongs_to_no_body_has_a_bound_too(fort, framing):
+    """Trailers and extensions of chunks: the parser keeps a trailer as long as it goes on, and copies it at each read."""
+    before = fort.gateway.rss_kb()
+    async with dial(fort.port, stranger()) as client:
+        sent = 0
+        try:
+            await client.send(CHUNKED + framing)
+            while sent < 32_000_000:
+                await client.send(b"a" * 1_000_000)
+                sent += 1_000_000
+        except ConnectionError:
+            pass
+        assert sent < 32_000_000, "it is read without end"
+    assert fort.gateway.rss_kb() - before < 20_000
+
+
+async def test_a_body_in_tiny_pieces_costs_no_more_than_its_size(fort):
+    before = fort.gateway.rss_kb()
+    async with dial(fort.port, stranger()) as client:
+        await client.send(CHUNKED + b"2\r\n{ \r\n")
+        for _ in range(10):
+            await client.send(b"2\r\n  \r\n" * 100_000)
+        await client.send(b"1\r\n}\r\n0\r\n\r\n")
+        assert (await client.response()).code == "invalid_body"
+    assert fort.gateway.rss_kb() - before < 30_000, "2 MB, held as a million pieces"
+
+
 async def test_a_revoked_key_stops_on_a_connection_that_is_open(fort):
     """Made, used, rotated and revoked with the command, while one connection stays open throughout."""
     gateway, run = fort.gateway, CliRunner()

@@ -48,6 +48,12 @@ SAYS: dict[str, tuple[bytes, set[int]]] = {
     "length and chunks": (
         b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", {200, 502},
     ),
+    "a trailer without end": (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: " + b"a" * MB, {502},
+    ),
+    "a chunk's extension without end": (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n1; x=" + b"a" * MB, {502},
+    ),
     "a negative length": (b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n{}", {502}),
     "a vast chunk": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\nx", {502}),
     "a split header": (response(b"{}", b"content-type: application/json\rset-cookie: evil=1"), {502}),
