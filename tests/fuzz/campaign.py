@@ -33,9 +33,17 @@ from .targets import TARGETS
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = 1_000_000
 WAYS = ("seeded", "hypothesis", "atheris", "sockets")
-SEEDED = {"requests": 0.10, "bodies": 0.20, "counting": 0.12, "headers": 0.18, "events": 0.12, "answers": 0.14}
+SEEDED = {"requests": 0.08, "repeats": 0.02, "bodies": 0.20, "counting": 0.12, "headers": 0.18, "events": 0.12, "answers": 0.14}
 HYPOTHESIS = 0.004  # of each target
-GUIDED = {"requests": 0.006, "bodies": 0.02, "counting": 0.014, "headers": 0.02, "events": 0.01, "answers": 0.02}
+GUIDED = {
+    "requests": 0.006,
+    "repeats": 0.002,
+    "bodies": 0.02,
+    "counting": 0.014,
+    "headers": 0.02,
+    "events": 0.01,
+    "answers": 0.02,
+}
 SOCKETS = {"requests": 0.014, "bodies": 0.012, "answers": 0.008, "admin": 0.004}
 Counts = dict[tuple[str, str], int]
 

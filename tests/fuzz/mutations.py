@@ -54,6 +54,11 @@ SEEDS: dict[str, list[bytes]] = {
         CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + chunk(orjson.dumps(CHAT)) + b"0\r\ntrailer: x\r\n\r\n" + post(CHAT),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
+    "repeats": [
+        post(CHAT), post({**CHAT, "stream": False}), post({**CHAT, "n": 2}), post(CHAT, "x-request-id: abc"), CHUNKED,
+        post(CHAT) * 2, post(CHAT, path="/v1/completions"), post(CHAT, version="1.0"), post(CHAT, "connection: close"),
+        post(CHAT, key="sk-bencx"),
+    ],
     "bodies": [
         *(bytes((n, 0, 0)) + json.dumps(each).encode() for each in JSONS for n in range(9)),
         *(bytes((n, 1, 0)) + MULTIPART for n in range(12)),

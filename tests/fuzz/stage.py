@@ -160,8 +160,11 @@ class Stage:
             self.loop.call_soon(self.loop.stop)
             self.loop.run_forever()
 
-    def play(self, segments: list[bytes]) -> bytes:
-        """A connection that sends these segments and leaves; what it was answered. Raises AssertionError."""
+    def play(self, segments: list[bytes], *, one_by_one: bool = False) -> bytes:
+        """A connection that sends these segments and leaves; what it was answered. Raises AssertionError.
+
+        `one_by_one`: each once what the one before asked for is answered, as a client does that keeps its connection.
+        """
         self.count += 1
         number = self.count
         transport = Transport(self.loop, (f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}", 1))
@@ -172,6 +175,16 @@ class Stage:
             if transport.closed:
                 break
             protocol.data_received(segment)
+            if one_by_one:
+                self._settle(protocol)
+        self._settle(protocol)
+        transport.close()
+        self.turn()
+        self._check(bytes(transport.out))
+        return bytes(transport.out)
+
+    def _settle(self, protocol: PlimsollProtocol) -> None:
+        """Let the loop run until nothing is worked on. Raises AssertionError where that does not come."""
         self.turn(2)
         for turn in range(5000):
             if not self.site.path.jobs and not protocol.busy:
@@ -181,10 +194,6 @@ class Stage:
             else:  # a thread is at work: a body that has to be decoded
                 self.loop.run_until_complete(asyncio.sleep(0.001))
         assert not self.site.path.jobs and not protocol.busy, "a request hangs"
-        transport.close()
-        self.turn()
-        self._check(bytes(transport.out))
-        return bytes(transport.out)
 
     def _check(self, out: bytes) -> None:
         site = self.site

@@ -20,6 +20,7 @@ from gateway.forward.sse import MAX_PENDING, Dialect, Scanner
 from gateway.policy import MediaRules
 from tests.edge.building import counter, rules
 
+from .mutations import SEEDS
 from .stage import STATUS, Stage, Transport
 
 READ = sorted(path for path, route in routes.ROUTES.items() if route.kind == "proxy")
@@ -53,6 +54,16 @@ def requests(data: bytes) -> None:
     served = []
     for segments in ([data], cut(data)):
         statuses = [int(status) for status in STATUS.findall(stage().play(segments)) if status != b"100"]
+        served.append((statuses.count(200), any(status >= 400 for status in statuses)))
+    assert served[0] == served[1], (served, data)
+
+
+def repeats(data: bytes) -> None:
+    """A request among others that are all but the same, on one connection: each is read as it would be in one stream."""
+    served = []
+    good = SEEDS["repeats"][0]
+    for segments, one_by_one in (([good, good, data, data, good], True), (cut(good + good + data + data + good), False)):
+        statuses = [int(found) for found in STATUS.findall(stage().play(segments, one_by_one=one_by_one)) if found != b"100"]
         served.append((statuses.count(200), any(status >= 400 for status in statuses)))
     assert served[0] == served[1], (served, data)
 
@@ -232,5 +243,6 @@ def answers(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "requests": requests, "bodies": bodies, "counting": counting, "headers": headers, "events": events, "answers": answers,
+    "requests": requests, "repeats": repeats, "bodies": bodies, "counting": counting, "headers": headers,
+    "events": events, "answers": answers,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from .campaign import run, seeded
 from .mutations import SEEDS
 from .targets import TARGETS
 
-QUICK = {"requests": 1500, "bodies": 2500, "counting": 1500, "headers": 4000, "events": 6000, "answers": 6000}
+QUICK = {"requests": 1200, "repeats": 300, "bodies": 2500, "counting": 1500, "headers": 4000, "events": 6000, "answers": 6000}
 ASKS = b'\x02\x00{"model":"tiny","messages":[{"role":"user","content":"x"}],"thinking":%b}'
 FOUND = [("counting", ASKS % value) for value in (b'"x"', b"[1]", b"5", b'{"type":[]}')]  # inputs that broke a promise once
 
