@@ -45,8 +45,8 @@ class Lease:
 
     def end(self, refund: float) -> None:
         """The request is over, or was never sent: the part of its cost that comes back is that of its tokens, too."""
-        if self.quota is not None and refund > 0:
-            self.quota.back(0 if self.sent else 1, refund / self.ask.cost)
+        if self.quota is not None:
+            self.quota.end(refund / self.ask.cost, sent=self.sent)
         if self._mooring.held.pop(self.ask.lease, None) is not None:
             self._mooring.settle(self.ask, refund)
 

@@ -54,6 +54,7 @@ class Replicas:
         self.controller = controller
         self.store: LeaseStore
         self.quotas: SharedQuotas | None = None
+        controller.on_wait, controller.on_left = self._waits, self._left
         self.apart = False
         self._share, self._lease_s, self._longest_s = share, lease_s, longest_s
         self._on_degraded, self._clock, self._count_of = on_degraded, clock, count_of
@@ -68,7 +69,7 @@ class Replicas:
 
     async def confirm(self, grant: Grant) -> Grant:
         """Have a provisional grant agreed, waiting for room where others hold it. Raises Refused."""
-        taken = self.quotas.take(grant.demand) if self.quotas is not None and self._lost is None else None
+        taken = self._take(grant)
         if taken is None:
             return await self._agreed(grant)
         try:
@@ -78,19 +79,38 @@ class Replicas:
             raise
         return await self._within_quota(grant, taken)
 
+    def _take(self, grant: Grant) -> Taken | None:
+        """Ask the tenant's quotas, in the same write as the lease; a request that waited has its place in the count."""
+        if self.quotas is None:
+            return None
+        if self._lost is None:
+            return self.quotas.take(grant.demand, grant.place)
+        if grant.place is not None:
+            self.quotas.left(grant.place)
+        return None
+
+    def _waits(self, waiting: Waiting) -> None:
+        if self.quotas is not None and self._lost is None:
+            self.quotas.waits(waiting, self.controller.turn_away)
+
+    def _left(self, waiting: Waiting) -> None:
+        if self.quotas is not None:
+            self.quotas.left(waiting)
+
     async def _within_quota(self, grant: Grant, taken: Taken) -> Grant:
-        """The tenant's buckets were asked in the same round trip; what they refuse goes back whole. Raises Refused."""
+        """The tenant's quotas were asked in the same round trip; what they refuse goes back whole. Raises Refused."""
         try:
             refusal = await taken.refusal()
         except StateLost as lost:
             self.lost(str(lost))
-            return grant  # it was agreed, and the quotas are counted here as well
+            refusal = None  # it was agreed, and the quotas are counted here as well
         except asyncio.CancelledError:
             grant.give_back(self._clock())
             taken.undo()
             raise
         if refusal is not None:
             grant.give_back(self._clock())
+            taken.undo()
             raise Refused(refusal)
         if isinstance(grant.lease, Lease):
             grant.lease.quota = taken
@@ -267,6 +287,8 @@ class Replicas:
         """Beat, show heads and clear up after the dead, until cancelled. `backends`: those of the policy."""
         while True:
             if self._lost is None:
+                if self.quotas is not None:
+                    self.quotas.in_flight.beat(self._clock())
                 for name in backends():
                     self._look(self.mooring(name))
             await asyncio.sleep(TICK_S)
@@ -338,6 +360,8 @@ class Replicas:
         if self._lost is None:
             return
         log.info("the shared state is there: %d replicas", self._seen)
+        if self.quotas is not None:
+            self.quotas.in_flight.restate()
         self._lost, self.apart = None, False
         self._on_degraded(False)
         self.controller.divide(1)
@@ -347,6 +371,8 @@ class Replicas:
         """Hand every place over. What still runs here stays counted until the backend says that it is gone."""
         if self._lost is not None:
             return
+        if self.quotas is not None:
+            self.quotas.in_flight.leave()
         for mooring in self._moorings.values():
             if not mooring.held:
                 await self._try(self.store.withdraw(mooring.name))

@@ -1,13 +1,14 @@
 """A tenant's requests and tokens a minute, over all replicas.
 
 Owns the script and the keys, one for each tenant that has such a quota. Promises: what is refused burns nothing; the wait that is
-told is exact on the server's clock; it travels with the acquire in one round trip. How many requests a tenant has in flight is
-each replica's own count. Talks to: `link`, through the store's connection.
+told is exact on the server's clock; it travels with the acquire in one round trip, as the count of those in flight does
+(`shared_in_flight`). Talks to: `link`, through the store's connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +16,8 @@ import hiredis
 
 from gateway.errors import Reason, Refusal
 from gateway.flow.demand import Demand
+from gateway.flow.waiting import Waiting
+from gateway.shared_in_flight import Claim, InFlight
 from gateway.state.leases import StateLost
 from gateway.state.redis_store import LAYOUT, RedisLeases
 
@@ -22,15 +25,20 @@ SCRIPT = files("gateway.state").joinpath("quota.lua").read_bytes()
 
 
 class Taken:
-    """What one request took of its tenant's buckets; the answer is on its way."""
+    """What one request took of its tenant's quotas; the answers are on their way."""
 
-    __slots__ = ("_answer", "_demand", "_quotas")
+    __slots__ = ("_answer", "_claim", "_demand", "_quotas")
 
-    def __init__(self, quotas: SharedQuotas, demand: Demand, answer: asyncio.Future[Any]) -> None:
-        self._quotas, self._demand, self._answer = quotas, demand, answer
+    def __init__(self, quotas: SharedQuotas, demand: Demand, answer: asyncio.Future[Any] | None, claim: Claim | None) -> None:
+        self._quotas, self._demand, self._answer, self._claim = quotas, demand, answer, claim
 
     async def refusal(self) -> Refusal | None:
-        """What the buckets said. Raises StateLost."""
+        """What the quotas said. Raises StateLost."""
+        refusal = await self._claim.refusal() if self._claim is not None else None
+        return await self._spent() if refusal is None and self._answer is not None else refusal
+
+    async def _spent(self) -> Refusal | None:
+        assert self._answer is not None
         try:
             kind, wait_ms = await asyncio.shield(self._answer)
         except hiredis.ReplyError as error:
@@ -48,27 +56,50 @@ class Taken:
 
     def undo(self) -> None:
         """It is not dispatched: what was taken goes back, as soon as that is known."""
-        self._answer.add_done_callback(self._undone)
+        if self._claim is not None:
+            self._claim.release()
+        if self._answer is not None:
+            self._answer.add_done_callback(self._undone)
 
     def _undone(self, done: asyncio.Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None and not done.result()[0]:
-            self.back(1, 1.0)
+            self._quotas.back(self._demand, 1, self._demand.shape.tokens)
 
-    def back(self, requests: int, part: float) -> None:
-        """Return so many requests and this part of the tokens."""
-        self._quotas.back(self._demand, requests, int(self._demand.shape.tokens * part))
+    def end(self, part: float, *, sent: bool) -> None:
+        """The request is over: this part of its tokens was not used, and of one that was not `sent` the whole comes back."""
+        if self._claim is not None:
+            self._claim.release()
+        if part > 0 and self._answer is not None:
+            self._quotas.back(self._demand, 0 if sent else 1, int(self._demand.shape.tokens * part))
 
 
 class SharedQuotas:
-    """The buckets of all tenants."""
+    """The buckets and the counts of all tenants."""
 
-    def __init__(self, store: RedisLeases, namespace: str) -> None:
+    def __init__(self, store: RedisLeases, namespace: str, lease_s: float) -> None:
         self._store, self._namespace = store, namespace
+        self.in_flight = InFlight(store, namespace, lease_s)
+        self._claims: dict[Waiting, Claim] = {}  # of requests that wait
 
-    def take(self, demand: Demand) -> Taken | None:
-        """Ask for one request and its reserved tokens; None where the tenant has no such quota."""
+    def waits(self, waiting: Waiting, turn_away: Callable[[Waiting, Refusal], None]) -> None:
+        """A request that has to wait is one in flight, too: `turn_away` it when its tenant has too many."""
+        claim = self.in_flight.claim(waiting.demand)
+        if claim is not None:
+            self._claims[waiting] = claim
+            claim.when_refused(lambda refusal: turn_away(waiting, refusal))
+
+    def left(self, waiting: Waiting) -> None:
+        """It waits no more, and comes to nothing. Harmless for one that was never counted."""
+        claim = self._claims.pop(waiting, None)
+        if claim is not None:
+            claim.release()
+
+    def take(self, demand: Demand, place: Waiting | None = None) -> Taken | None:
+        """Ask for one request, its reserved tokens and a place in the count, unless it waited in one; None without any quota."""
+        claim = self._claims.pop(place, None) if place is not None else None
+        claim = claim or self.in_flight.claim(demand)
         answer = self._call("take", demand, 1, demand.shape.tokens)
-        return Taken(self, demand, answer) if answer is not None else None
+        return None if answer is None and claim is None else Taken(self, demand, answer, claim)
 
     def back(self, demand: Demand, requests: int, tokens: int) -> None:
         """Return what was not used."""

@@ -76,7 +76,7 @@ class Sharing:
             on_state=self._replicas.state,
         )
 
-        self._replicas.quotas = SharedQuotas(self._store, state.namespace)
+        self._replicas.quotas = SharedQuotas(self._store, state.namespace, state.lease_s)
         self.ledger = SharedLedger(self._store, state.namespace, ledger)
         self._news = News(
             self._store,

@@ -8,6 +8,7 @@ are there wake-ups that keep it true. Talks to: `gateway.replicas`, which does t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from gateway.errors import Reason, Refusal
@@ -17,7 +18,8 @@ from gateway.flow.controller import Controller
 from gateway.flow.demand import Demand, Gate, Open
 from gateway.flow.envelope import Envelope
 from gateway.flow.grant import Grant
-from gateway.flow.waiting import Waiting
+from gateway.flow.pool import Route
+from gateway.flow.waiting import Phase, Waiting
 
 _NOT_NOW = Refusal(Reason.BACKEND_UNAVAILABLE, "the state that the replicas share cannot be reached", retry_after_s=1.0)
 _OUT_OF_SLICE = frozenset({
@@ -30,6 +32,10 @@ class SharedController(Controller):
 
     _drained: Refusal | None = None
     _share = 1
+    on_wait: Callable[[Waiting], None] | None = None
+    """Hears of every request that has to wait."""
+    on_left: Callable[[Waiting], None] | None = None
+    """Hears of every request that waited and comes to nothing."""
 
     # Without agreement
 
@@ -73,6 +79,28 @@ class SharedController(Controller):
         return answer
 
     # With agreement
+
+    def leave(self, waiting: Waiting) -> None:
+        """As in the controller."""
+        super().leave(waiting)
+        if self.on_left is not None:
+            self.on_left(waiting)
+
+    def turn_away(self, waiting: Waiting, refusal: Refusal) -> None:
+        """Refuse one that still waits; who has its grant already finds out by itself."""
+        if waiting.phase is Phase.WAITING:
+            self._refuse(waiting, refusal)
+
+    def _queued(self, route: Route, demand: Demand, now: float) -> Grant | Waiting | Refusal:
+        answer = super()._queued(route, demand, now)
+        if isinstance(answer, Waiting) and self.on_wait is not None and self._observer is None:
+            self.on_wait(answer)
+        return answer
+
+    def _end(self, waiting: Waiting, phase: Phase, result: Refusal | None) -> None:
+        super()._end(waiting, phase, result)
+        if self.on_left is not None:
+            self.on_left(waiting)
 
     def put_back(self, grant: Grant, now: float) -> Waiting | Refusal:
         """The room of a grant is held elsewhere: the request goes on waiting at its old place, or is refused."""

@@ -67,8 +67,8 @@ class RedisLeases:
             self.link.send("SUBSCRIBE", channel)
         self._on_state(None)
 
-    def listen(self, backend: str) -> None:
-        """Hear when this replica's head on a backend may come."""
+    def _listen(self, backend: str) -> None:
+        """Hear, from the first call for a backend on, when this replica's head there may come."""
         mine = self.owner.encode()
 
         def heard(data: bytes) -> None:
@@ -144,6 +144,7 @@ class RedisLeases:
         if names is None:
             tag = f"plimsoll:{{{LAYOUT}:{self._namespace}:{backend}}}:"
             names = self._keys[backend] = tuple(tag + name for name in ("sum", "own", "lea", "head", "vt"))
+            self._listen(backend)
         return names
 
 

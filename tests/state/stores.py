@@ -104,7 +104,6 @@ async def connect(replica: Replica, url: str, namespace: str, timeout_s: float =
         url, replica.name, namespace=namespace, lease_s=LEASE_S, timeout_s=timeout_s, on_wake=replica.on_wake,
         on_state=lambda why: up.set() if why is None else None,
     )  # fmt: skip
-    store.listen("b")
     replica.store = store
     task = asyncio.create_task(store.run())
     async with asyncio.timeout(10):
