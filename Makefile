@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in /usr/bin/python3 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { command -v $$p; break; }; done)
 PY := .venv/bin/python
 
-.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload bench-agreement soak fuzz audit constraints clean
+.PHONY: help setup demo demo-vllm test lint test-live bench bench-overload bench-agreement example-record soak fuzz audit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -54,6 +54,10 @@ bench-agreement: setup ## on a real vLLM: qualify beside `vllm bench serve`, and
 	deploy/vllm-cpu/setup.sh
 	$(PY) -m tests.bench.agreement
 	$(PY) -m pytest -s -m 'live and slow' tests/live/test_replay_live.py
+
+example-record: setup ## measure the tiny model on a real vLLM and put record, samples and report into records/examples
+	deploy/vllm-cpu/setup.sh
+	$(PY) -m tests.bench.example_record
 
 soak: setup ## ten minutes of load, a storm, crowds of clients; memory must stay flat (PLIMSOLL_SOAK_S=60 for a short one)
 	$(PY) -m pytest -s -m 'slow and not live' tests --ignore tests/fuzz

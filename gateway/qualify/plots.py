@@ -21,6 +21,7 @@ from matplotlib.patches import Rectangle
 
 from gateway.evidence.record import Record, Slice
 from gateway.qualify.samples import RawSample
+from gateway.qualify.stats import Floats
 
 INK, MUTED, GRID, LIMIT = "#1b2733", "#5b6b7a", "#e3e8ed", "#c0392b"
 COLOURS = ("#1f5f8b", "#d9822b", "#3a8f5c", "#8e5aa8", "#a8453c", "#4b7f8c")
@@ -32,6 +33,7 @@ _STYLE: Any = {
     "axes.titleweight": "bold", "axes.titlelocation": "left",
 }  # fmt: skip
 _MOST_POINTS = 4000
+_PLATE: Any = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}  # under words over lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def _figures(record: Record, samples: Sequence[RawSample], limits: dict[str, flo
     yield "throughput", "Output tokens and requests a second; whiskers reach to the lower bound.", _throughput(record)
     good = [sample for sample in samples if sample.status == "ok"]
     if any(sample.ttft_ms is not None for sample in good):
-        caption = "Time to first token against input length; the line is the median of an eighth of the requests."
+        caption = "Time to first token against input length; the line goes through the medians of eighths of the requests."
         yield "ttft-input", caption, _ttft_by_input(record, good)
     if good:
         caption = "Share of requests that were answered within a time, for each concurrency."
@@ -71,9 +73,9 @@ def _picture(name: str, caption: str, figure: Figure, *, png: bool) -> Picture:
     canvas = FigureCanvasAgg(figure)
     svg, raster = io.StringIO(), io.BytesIO()
     with rc_context({"svg.hashsalt": name}):
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(svg, format="svg", dpi=144, metadata={"Date": None, "Creator": None})
     if png:
-        canvas.print_figure(raster, format="png", dpi=144, metadata={"Software": None})
+        canvas.print_figure(raster, format="png", dpi=120, metadata={"Software": None}, pil_kwargs={"optimize": True})
     text = svg.getvalue()
     return Picture(name, caption, text[text.index("<svg") :], raster.getvalue() if png else None)
 
@@ -127,8 +129,8 @@ def _latency(record: Record, metric: str, title: str, limit: float | None) -> Fi
         if limit is not None:
             axis.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.4)
             axis.annotate(
-                f"limit on p95: {limit:g} ms", (0.01, limit), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                textcoords="offset points", color=LIMIT, fontsize=9,
+                f"limit on p95: {limit:g} ms", (0.99, limit), xycoords=("axes fraction", "data"), xytext=(0, 5), ha="right",
+                textcoords="offset points", color=LIMIT, fontsize=9, bbox=_PLATE,
             )  # fmt: skip
         _concurrency_axis(axis, each)
         axis.set_ylim(0, max(axis.get_ylim()[1], (limit or 0.0) * 1.12))
@@ -200,12 +202,11 @@ def _ttft_by_input(record: Record, good: Sequence[RawSample]) -> Figure:
             points = points[:: max(1, len(points) // _MOST_POINTS)]
             x, y = np.array([p[0] for p in points], dtype=float), np.array([p[1] for p in points])
             colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
-            axis.scatter(x, y, s=7, color=colour, marker=marker, alpha=0.28, linewidths=0)
-            middles = [
-                (np.median(a), np.median(b)) for a, b in zip(np.array_split(x, 8), np.array_split(y, 8), strict=True) if len(a)
-            ]
+            # A cloud of thousands is one image inside the SVG, or the page would be megabytes.
+            axis.scatter(x, y, s=7, color=colour, marker=marker, alpha=0.28, linewidths=0, rasterized=True)
+            line = middles(x, y)
             axis.plot(
-                [m[0] for m in middles], [m[1] for m in middles], color=colour, marker=marker, markersize=4, linewidth=1.6,
+                [m[0] for m in line], [m[1] for m in line], color=colour, marker=marker, markersize=4, linewidth=1.6,
                 label=f"{concurrency} at once",
             )  # fmt: skip
         axis.set_xlabel("input tokens")
@@ -214,6 +215,13 @@ def _ttft_by_input(record: Record, good: Sequence[RawSample]) -> Figure:
         axis.set_title(_cell_name(record, cell, len(cells)))
         axis.legend(loc="best", fontsize=8)
     return figure
+
+
+def middles(x: Floats, y: Floats) -> list[tuple[float, float]]:
+    """The median of each eighth of the points, by `x` rising. Points of one `x` stay in one part: a corner is drawn often."""
+    ends = np.unique(np.quantile(x, np.linspace(0, 1, 9)[1:], method="inverted_cdf")) if len(x) else x
+    part = np.searchsorted(ends, x, side="left")
+    return [(float(np.median(x[part == place])), float(np.median(y[part == place]))) for place in range(len(ends))]
 
 
 def _distribution(record: Record, good: Sequence[RawSample]) -> Figure:

@@ -5,6 +5,7 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer import Typer
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from gateway.evidence.store import RecordStore
 from gateway.evidence.target import Limits, Target
 from gateway.qualify import samples as raw
 from gateway.qualify.levels import Measured, slice_of
+from gateway.qualify.plots import middles
 from gateway.qualify.report import Report, report
 from gateway.qualify.report_command import report as report_command
 from gateway.qualify.samples import RawSample
@@ -73,7 +75,7 @@ def bare(record: Record) -> Report:
 
 
 def test_the_page_refers_to_nothing_outside(made: Report) -> None:
-    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)[^\"']*", made.html)
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#|data:image/png;base64,)[^\"']*", made.html)
     assert "@import" not in made.html
     assert not re.findall(r"url\((?!#)", made.html)
 
@@ -91,6 +93,15 @@ def test_every_part_is_there(made: Report) -> None:
     }  # fmt: skip
     assert all((picture.png or b"").startswith(b"\x89PNG") and picture.svg.startswith("<svg") for picture in made.pictures)
     assert made.html.count("<svg") == 7
+
+
+def test_a_line_of_medians_goes_through_a_crowded_corner_once() -> None:
+    x = np.array([1.0] * 30 + list(range(2, 40)) + [64.0] * 30)
+    points = middles(x, x * 2)
+    assert [place for place, _ in points] == sorted({place for place, _ in points})
+    assert points[0] == (1, 2)
+    assert points[-1] == (64, 128)
+    assert middles(np.array([]), np.array([])) == []
 
 
 def test_the_limit_and_the_verdict_are_shown(made: Report) -> None:
