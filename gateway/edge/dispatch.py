@@ -64,8 +64,18 @@ class Dispatch:
         self._metrics = metrics
         self._attempt_ids = attempt_ids
 
-    async def attempt(self, job: Job, grant: Grant) -> UpstreamFailure | ConnectFailed | None:
-        """One try. None when the caller has its answer; a failure that may be tried again otherwise. Raises Refused."""
+    def send_now(self, job: Job, grant: Grant) -> bool:
+        """Send over an idle connection. False when there is none, so that one has to be made. Raises Refused."""
+        upstream = self._backends.upstream(grant.backend)
+        connection = upstream.take() if upstream is not None else None
+        if upstream is None or connection is None:
+            return False
+        job.exchange.attempts += 1
+        self._send(job, grant, upstream, connection)
+        return True
+
+    async def send(self, job: Job, grant: Grant) -> ConnectFailed | None:
+        """Send, over a new connection where none is idle. None when it was sent. Raises Refused."""
         upstream = self._backends.upstream(grant.backend)
         job.exchange.attempts += 1
         if upstream is None:  # between the grant and this moment
@@ -75,58 +85,44 @@ class Dispatch:
             try:
                 connection = await upstream.connect()
             except ConnectFailed as failure:
-                return self._unreachable(grant, failure)
-        end = await self._send(job, grant, upstream, connection)
-        if isinstance(end, UpstreamFailure) and end.before_written:
-            grant.report(Result.FAILURE, time.monotonic())
-            return end
-        self._conclude(job, grant, end)
+                if failure.kind is not FailureKind.IDENTITY:  # that closes the gate, which is more than a breaker does
+                    grant.report(Result.FAILURE, time.monotonic())
+                return failure
+        self._send(job, grant, upstream, connection)
         return None
 
-    def _unreachable(self, grant: Grant, failure: ConnectFailed) -> ConnectFailed:
-        if failure.kind is not FailureKind.IDENTITY:  # that closes the gate, which is more than a breaker does
-            grant.report(Result.FAILURE, time.monotonic())
-        return failure
-
-    async def _send(self, job: Job, grant: Grant, upstream: Upstream, connection: Connection) -> End:
-        parsed, exchange, route = job.parsed, job.exchange, job.incoming.route
+    def _send(self, job: Job, grant: Grant, upstream: Upstream, connection: Connection) -> None:
+        parsed, exchange, incoming = job.parsed, job.exchange, job.incoming
+        route = incoming.route
         assert parsed is not None and route is not None
         now = time.monotonic()
         if job.caller_due is not None and now >= job.caller_due:
             upstream.give_back(connection)
-            return Reason.CALLER_DEADLINE
+            raise Refused(Refusal(Reason.CALLER_DEADLINE, _TIMEOUTS[Reason.CALLER_DEADLINE]))
         if not grant.may_dispatch(now):
             upstream.give_back(connection)
             raise Refused(_PLACE_LOST)
         salt = job.tenant.cache_salt if parsed.form is None else None  # every JSON route of vLLM takes one
         body = parsed.forward(output_limit=job.limit_written, cache_salt=salt, user_key=job.rules.user_key)
-        kind = b"application/json" if parsed.form is None else parsed.form.content_type
+        kind = b"application/json" if parsed.form is None else incoming.fields[b"content-type"]
         extra = b""
         if route.dialect == "anthropic":
-            version = responses.acceptable_id(job.incoming.fields.get(_VERSION)) or "2023-06-01"
-            extra = b"anthropic-version: %b\r\n" % version.encode()
-        relay = job.relay = Relay(
-            job.client,
-            Scanner(route.dialect, parsed.sequences) if parsed.stream else None,
-            stream=parsed.stream,
-            chunked=not job.incoming.http_1_0,
-            head_lines=lambda status, headers: self._stream_head(job, grant, status, headers),
-            on_first=grant.prefill_done,
-            on_gap=self._metrics.gaps(exchange.model).observe if parsed.stream else _ignore,
-        )
+            extra = b"anthropic-version: %b\r\n" % (incoming.fields.get(_VERSION) or b"2023-06-01")[:32]
+        scanner, on_gap = None, None
+        if parsed.stream:
+            scanner, on_gap = Scanner(route.dialect, parsed.sequences), self._metrics.gaps(exchange.model).observe
+        relay = job.relay = Relay(job.client, job, scanner, chunked=not incoming.http_1_0, on_gap=on_gap)
         exchange.dispatched_at = now
         job.dispatched = True
-        relay.dispatch(connection, upstream.request(job.incoming.path, self._attempt_ids(), kind, body, extra))
-        try:
-            return await relay.done
-        finally:
-            exchange.first_at, exchange.last_at = relay.first_at, relay.last_at
+        relay.dispatch(connection, upstream.request(incoming.path, self._attempt_ids(), kind, body, extra))
 
-    def _stream_head(self, job: Job, grant: Grant, status: int, headers: Headers) -> bytes:
+    def stream_head(self, job: Job, status: int, headers: Headers) -> bytes:
+        """The head of a stream, when its first byte is there."""
         job.exchange.status = status
         chunked = not job.incoming.http_1_0
         keep_alive = job.incoming.keep_alive and chunked
-        return responses.relayed_head(status, headers, self.ours(job, grant), None, chunked=chunked, keep_alive=keep_alive)
+        ours = self.ours(job, job.grant)
+        return responses.relayed_head(status, headers, ours, None, chunked=chunked, keep_alive=keep_alive)
 
     def ours(self, job: Job, grant: Grant | None) -> bytes:
         """The lines of our own in an answer's head."""
@@ -141,10 +137,12 @@ class Dispatch:
 
     # What came of it
 
-    def _conclude(self, job: Job, grant: Grant, end: End) -> None:
+    def conclude(self, job: Job, grant: Grant, end: End) -> None:
+        """The answer has ended, broken off or been stopped: tell the caller what is still to be told, and judge it."""
         relay = job.relay
-        if relay is None or isinstance(end, Reason):
-            self._stopped(job, grant, end if isinstance(end, Reason) else Reason.CALLER_DEADLINE)
+        assert relay is not None
+        if isinstance(end, Reason):
+            self._stopped(job, grant, end)
         elif isinstance(end, UpstreamFailure):
             grant.report(Result.FAILURE, time.monotonic())
             self.fail(job, Refusal(Reason.UPSTREAM_RESET, f"The backend's answer broke off: {end.message}."))
@@ -253,8 +251,7 @@ class Dispatch:
 
     @staticmethod
     def _finished(job: Job, *, keep_alive: bool) -> None:
-        job.answered = True
-        job.client.finished(keep_alive=keep_alive)
+        job.answered, job.keep_alive = True, keep_alive
 
 
 def _within(stated: int | None, reserved: int) -> int | None:
@@ -267,10 +264,6 @@ def unreachable(failure: UpstreamFailure | ConnectFailed) -> Refused:
     if isinstance(failure, ConnectFailed):
         return Refused(Refusal(Reason.UPSTREAM_UNREACHABLE, "The backend cannot be reached.", retry_after_s=1.0))
     return Refused(Refusal(Reason.UPSTREAM_RESET, f"The backend's answer broke off: {failure.message}."))
-
-
-def _ignore(_: float) -> None:
-    return None
 
 
 def jitter() -> float:

@@ -43,15 +43,13 @@ class Incoming:
 
     def again(self, received_at: float, body: bytes) -> Incoming:
         """Another whole request that came with the same head, byte for byte. Its own screening is still to come."""
-        new = Incoming.__new__(Incoming)
-        new.received_at = received_at
+        new = Incoming(received_at)
         new.method, new.target, new.headers, new.fields = self.method, self.target, self.headers, self.fields
         new.keep_alive, new.http_1_0, new.expects_continue = self.keep_alive, self.http_1_0, self.expects_continue
         new.route, new.principal, new.cleared = self.route, self.principal, self.cleared
         new.body = [body]
         new.size = len(body)
         new.head_done = new.whole = True
-        new.screened = False
         return new
 
     @property

@@ -8,6 +8,7 @@ the model's token counter, and the controller for what the envelope would make o
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from typing import Protocol
 
@@ -78,16 +79,30 @@ class Intake:
             return body_too_large(rules.max_body_bytes)
         return None
 
-    async def read(self, job: Job) -> Parsed:
-        """Decode and parse the body; the model is one that the tenant may use. Raises Refused."""
+    def read_now(self, job: Job) -> Parsed | None:
+        """Parse the body; the model is one that the tenant may use. None where a thread has to do it. Raises Refused."""
         incoming, route = job.incoming, job.incoming.route
         assert route is not None
-        raw = incoming.take_body()
-        coding = incoming.fields.get(b"content-encoding")
-        if coding is not None or len(raw) > THREAD_BYTES:
-            found = await asyncio.to_thread(self._parse, job, route, coding, raw)
-        else:
-            found = body.parse(route, incoming.fields.get(b"content-type"), raw, job.tenant.lookup)
+        fields = incoming.fields
+        if incoming.size > THREAD_BYTES or b"content-encoding" in fields:
+            return None
+        return self._found(job, body.parse(route, fields.get(b"content-type"), incoming.take_body(), job.tenant.lookup))
+
+    async def read(self, job: Job) -> Parsed:
+        """The same in a thread, decoding included. Raises Refused."""
+        incoming, route = job.incoming, job.incoming.route
+        assert route is not None
+        raw, coding = incoming.take_body(), incoming.fields.get(b"content-encoding")
+        return self._found(job, await asyncio.to_thread(self._parse, job, route, coding, raw))
+
+    def _parse(self, job: Job, route: Route, coding: bytes | None, raw: bytes) -> Parsed | Refusal:
+        decoded = body.decode(coding, raw, job.rules.max_body_bytes)
+        if isinstance(decoded, Refusal):
+            return decoded
+        return body.parse(route, job.incoming.fields.get(b"content-type"), decoded, job.tenant.lookup)
+
+    @staticmethod
+    def _found(job: Job, found: Parsed | Refusal) -> Parsed:
         if isinstance(found, Refusal):
             raise Refused(found)
         job.parsed = found
@@ -96,38 +111,49 @@ class Intake:
         job.exchange.stream = found.stream
         return found
 
-    def _parse(self, job: Job, route: Route, coding: bytes | None, raw: bytes) -> Parsed | Refusal:
-        decoded = body.decode(coding, raw, job.rules.max_body_bytes)
-        if isinstance(decoded, Refusal):
-            return decoded
-        return body.parse(route, job.incoming.fields.get(b"content-type"), decoded, job.tenant.lookup)
-
-    async def demand(self, job: Job, parsed: Parsed, now: float) -> Demand:
-        """The request as admission sees it: its shape, its deadlines, its tenant's share. Raises Refused."""
-        model, tenant = job.model, job.tenant
+    def demand_now(self, job: Job, parsed: Parsed) -> Demand | None:
+        """The request as admission sees it: its shape, its deadlines, its tenant's share. None where it must be counted."""
+        model = job.model
         assert model is not None
-        due = now + model.queue_s
-        counter = self._models.counter(parsed.rules.name)
-        low, tokens = counter.bound(parsed)  # the upper bound where it settles the matter, the exact count where not
-        output = parsed.output_tokens
+        low, tokens = self._models.counter(parsed.rules.name).bound(parsed)
         if tokens is None or not self._controller.settled(
-            model.backends, parsed.task, parsed.features, output, parsed.sequences, low, tokens
+            model.backends, parsed.task, parsed.features, parsed.output_tokens, parsed.sequences, low, tokens
         ):
-            tokens = await self._count(job, parsed, counter, low, due)
+            return None
+        return self._demand(job, parsed, tokens, time.monotonic() + model.queue_s)
+
+    async def demand(self, job: Job, parsed: Parsed) -> Demand:
+        """The same with its input counted exactly where the bound cannot decide. Raises Refused."""
+        model = job.model
+        assert model is not None
+        due = time.monotonic() + model.queue_s
+        tokens = await self._count(job, parsed, due)
+        return self._demand(job, parsed, tokens, due)
+
+    def _demand(self, job: Job, parsed: Parsed, tokens: int, due: float) -> Demand:
+        model, tenant, output = job.model, job.tenant, parsed.output_tokens
+        assert model is not None
         if output is None:
             output = self._default_output(parsed, model.backends, tokens)
             if not job.rules.observe:
                 job.limit_written = output
         shape = job.exchange.shape = parsed.shape(tokens, output)
         affinity = zlib.crc32(parsed.compact[:1024]) if len(model.backends) > 1 else None
-        return Demand(
+        job.demand = Demand(
             parsed.rules.name, model.backends, shape, tenant.name, tenant.weight, tenant.priority_class, tenant.priority,
             due, job.caller_due, affinity, tenant.limits,
         )  # fmt: skip
+        return job.demand
 
-    async def _count(self, job: Job, parsed: Parsed, counter: Counter, low: int, due: float) -> int:
+    async def _count(self, job: Job, parsed: Parsed, due: float) -> int:
         """The exact count. Raises Refused; with `observe`, what cannot be counted is outside every slice, and let through."""
         assert job.model is not None
+        counter = self._models.counter(parsed.rules.name)
+        low, tokens = counter.bound(parsed)  # again: a thread may have been between
+        if tokens is not None and self._controller.settled(
+            job.model.backends, parsed.task, parsed.features, parsed.output_tokens, parsed.sequences, low, tokens
+        ):
+            return tokens
         if not self._controller.has_open(job.model.backends):
             return low  # whatever its size, the gate decides; there may not even be a tokenizer yet
         try:

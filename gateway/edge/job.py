@@ -1,12 +1,14 @@
 """One request under way: what has been found out about it, and the clocks that may end it.
 
-Owns the deadlines of one request after dispatch, as numbers that a ticker compares. Pure but for reading its relay.
+Owns the deadlines of one request after dispatch, as numbers that a ticker compares. What its relay has to tell, it passes on
+to the path. A task belongs to it only while it waits for something: once sent, the sockets' events carry it on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gateway import policy as policies
 from gateway.errors import Reason
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
     from gateway.edge.incoming import Incoming
     from gateway.edge.protocol import PlimsollProtocol
     from gateway.edge.rules import ModelPath, PathRules, TenantPath
+    from gateway.flow.demand import Demand
     from gateway.flow.grant import Grant
-    from gateway.forward.relay import Relay
+    from gateway.flow.waiting import Waiting
+    from gateway.forward.connection import Headers
+    from gateway.forward.relay import End, Relay
     from gateway.observe.exchange import Exchange
 
 _PATIENCE = (b"x-request-timeout", b"x-stainless-timeout", b"x-stainless-read-timeout")
@@ -27,17 +32,35 @@ _ASKED = frozenset({*_PATIENCE, _RETRIES})
 _WATCH_AFTER_S = 1.0  # of silence: from then on the engine's progress is sampled
 
 
+class Path(Protocol):
+    """Where a job goes on when its answer comes."""
+
+    def stream_head(self, job: Job, status: int, headers: Headers) -> bytes:
+        """The head to send before the first byte of a stream."""
+
+    def ended(self, job: Job, end: End) -> None:
+        """The exchange with the backend is over."""
+
+
 class Job:
     """Everything known of one proxied request. `caller_due`: when its caller gives up, less what an answer needs."""
 
     __slots__ = (
-        "answered", "caller_due", "client", "dispatched", "exchange", "grant", "incoming", "limit_written", "model",
-        "parsed", "progress", "progress_at", "relay", "retries", "rules", "tenant",
+        "answered", "caller_due", "client", "demand", "dispatched", "exchange", "grant", "incoming", "keep_alive",
+        "limit_written", "model", "parsed", "path", "progress", "progress_at", "relay", "retried", "retries", "rules", "started", "task",
+        "tenant", "waiting",
     )  # fmt: skip
 
     def __init__(
-        self, client: PlimsollProtocol, incoming: Incoming, rules: PathRules, tenant: TenantPath, exchange: Exchange
+        self,
+        path: Path,
+        client: PlimsollProtocol,
+        incoming: Incoming,
+        rules: PathRules,
+        tenant: TenantPath,
+        exchange: Exchange,
     ) -> None:
+        self.path = path
         self.client = client
         self.incoming = incoming
         self.rules = rules
@@ -45,11 +68,17 @@ class Job:
         self.exchange = exchange
         self.model: ModelPath | None = None
         self.parsed: Parsed | None = None
+        self.demand: Demand | None = None
+        self.task: asyncio.Task[None] | None = None  # while it waits for a thread, a count, a place or a connection
+        self.started = False  # whether the task has begun: one that has not ends without a trace when it is cancelled
+        self.retried = False
+        self.waiting: Waiting | None = None  # its place in the queue, until the task takes it over
         self.grant: Grant | None = None
         self.relay: Relay | None = None
         self.dispatched = False  # under the present grant
         self.limit_written: int | None = None
         self.answered = False
+        self.keep_alive = False  # whether the client's connection may be used again after the answer
         self.progress: int | None = None  # the engine's counter of iterations when it last moved
         self.progress_at = 0.0
         self.retries = 0
@@ -59,10 +88,24 @@ class Job:
             patience = deadlines.patience([incoming.fields.get(name) for name in _PATIENCE])
             self.caller_due = deadlines.caller_deadline(incoming.received_at, patience)
 
+    # The relay's owner
+
+    def stream_head(self, status: int, headers: Headers) -> bytes:
+        return self.path.stream_head(self, status, headers)
+
+    def first_token(self) -> None:
+        if self.grant is not None:
+            self.grant.prefill_done()
+
+    def ended(self, end: End) -> None:
+        self.path.ended(self, end)
+
+    # Clocks
+
     def overdue(self, now: float, progress: Callable[[str], int | None]) -> Reason | None:
         """The reason to end a dispatched request now; None to go on. `progress(backend)`: iterations of its engine."""
         relay, sent = self.relay, self.exchange.dispatched_at
-        if relay is None or sent is None or relay.done.done():
+        if relay is None or sent is None or relay.over:
             return None
         timeouts, paused_at = self.rules.timeouts, self.client.paused_at
         if paused_at is not None and now >= paused_at + timeouts.client_write_s:

@@ -27,10 +27,12 @@ from gateway.edge.reader import Bounds
 from gateway.edge.retry_budget import RetryBudget
 from gateway.edge.rules import PathRules, TenantPath
 from gateway.errors import Outcome, Reason, Refusal, Refused
+from gateway.flow.breaker import Result
 from gateway.flow.controller import Controller
 from gateway.flow.demand import Demand
 from gateway.flow.grant import Grant
-from gateway.forward.upstream import ConnectFailed, Upstream, UpstreamFailure
+from gateway.forward.relay import End
+from gateway.forward.upstream import ConnectFailed, Headers, Upstream, UpstreamFailure
 from gateway.observe.exchange import Exchange
 from gateway.observe.metrics import Metrics
 
@@ -91,56 +93,134 @@ class DataPath:
 
     # The request path
 
-    async def serve(self, client: PlimsollProtocol, incoming: Incoming) -> None:
-        """One proxied request: read, describe, admit, send, account. The key and the route were checked at its head."""
+    def serve(self, client: PlimsollProtocol, incoming: Incoming) -> None:
+        """One proxied request: read, describe, admit, send. The key and the route were checked at its head.
+
+        Whatever can be had at once is; only what has to wait for something becomes a task. `ended` hears of the answer.
+        """
         job = self._open(client, incoming)
+        under_way = False
         try:
-            parsed = await self._intake.read(job)  # decode, parse; the model is one this tenant may use
-            demand = await self._intake.demand(job, parsed, time.monotonic())  # the shape: bounded, or counted
-            grant = await self._admit(job, demand)  # one qualified slice holds it and everything in flight
-            failure = await self._dispatch.attempt(job, grant)  # an idle or a new connection; the relay answers
-            if failure is not None:  # the backend cannot have had it: once more, where the budget allows
-                grant = await self._admit(job, self._again(job, grant, demand, failure))
-                failure = await self._dispatch.attempt(job, grant)
-                self._metrics.retry(grant.backend, "served" if failure is None else "failed")
-            if failure is not None:
-                raise unreachable(failure)
+            parsed = self._intake.read_now(job)  # parse; the model is one this tenant may use
+            demand = self._intake.demand_now(job, parsed) if parsed is not None else None  # the shape, where a bound tells
+            grant = self._admit_now(job, demand) if demand is not None else None  # a slice holds it beside all in flight
+            if grant is None or not self._dispatch.send_now(job, grant):  # an idle connection; the relay answers
+                job.task = client.loop.create_task(self._serve_waiting(job))
+            under_way = True
+        except Refused as refused:
+            self._turn_down(job, refused.refusal)
+        finally:
+            if not under_way:
+                self._close(job)
+
+    async def _serve_waiting(self, job: Job, failure: UpstreamFailure | None = None) -> None:
+        """The same steps, from the first that has to wait on: for a thread, a count, a place, a connection.
+
+        `failure`: the backend cannot have had the first try; go on with the second.
+        """
+        under_way, job.started = False, True
+        try:
+            unsent = failure if failure is not None else await self._first_try(job)
+            if unsent is not None:
+                await self._second_try(job, unsent)
+            under_way = True
         except Refused as refused:
             self._turn_down(job, refused.refusal)
         except asyncio.CancelledError:
             self._departed(job)
         finally:
-            self._close(job)
+            job.task = None
+            if not under_way:
+                self._close(job)
 
-    async def _admit(self, job: Job, demand: Demand) -> Grant:
-        """Wait for the grant where it is not to be had at once. Raises Refused."""
-        answer = self._controller.request(demand, time.monotonic())
+    async def _first_try(self, job: Job) -> ConnectFailed | None:
+        parsed = job.parsed or await self._intake.read(job)
+        demand = job.demand or await self._intake.demand(job, parsed)
+        return await self._dispatch.send(job, job.grant or await self._admit(job, demand))
+
+    async def _second_try(self, job: Job, failure: UpstreamFailure | ConnectFailed) -> None:
+        """Once more, where the budget allows, on another backend if there is one. Raises Refused."""
+        grant = await self._admit(job, self._again(job, failure))
+        job.retried = True
+        unsent = await self._dispatch.send(job, grant)
+        if unsent is not None:
+            self._metrics.retry(grant.backend, "failed")
+            raise unreachable(unsent)
+
+    def ended(self, job: Job, end: End) -> None:
+        """The exchange with the backend is over. Called from its socket's events, or by the tick."""
+        grant, under_way = job.grant, False
+        assert grant is not None
+        try:
+            unsent = end if isinstance(end, UpstreamFailure) and end.before_written else None
+            if unsent is not None:
+                grant.report(Result.FAILURE, time.monotonic())
+            if job.retried:
+                self._metrics.retry(grant.backend, "served" if unsent is None else "failed")
+            if unsent is None:
+                self._dispatch.conclude(job, grant, end)
+            elif job.retried:
+                self._turn_down(job, unreachable(unsent).refusal)
+            else:
+                job.started = False
+                job.task = job.client.loop.create_task(self._serve_waiting(job, unsent))
+                under_way = True
+        finally:
+            if not under_way:
+                self._close(job)
+
+    def stream_head(self, job: Job, status: int, headers: Headers) -> bytes:
+        """The head of a stream's answer."""
+        return self._dispatch.stream_head(job, status, headers)
+
+    def _admit_now(self, job: Job, demand: Demand) -> Grant | None:
+        """The grant, where it is to be had at once; None when the request has to wait for it. Raises Refused."""
+        if self._confirm is not None:  # other replicas have to agree
+            return None
+        now = time.monotonic()
+        answer = self._controller.request(demand, now)
+        if isinstance(answer, Grant):
+            return self._admitted(job, answer, now)
         if isinstance(answer, Refusal):
             raise Refused(answer)
-        if not isinstance(answer, Grant) or self._confirm is not None:
-            entered = time.monotonic()
-            try:
-                if not isinstance(answer, Grant):
-                    answer = await self._controller.wait(answer)
-                if self._confirm is not None:
-                    answer = await self._confirm(answer)
-            finally:
-                job.exchange.queue_s += time.monotonic() - entered
-        exchange = job.exchange
-        exchange.admitted_at = time.monotonic()
-        exchange.backend, exchange.record = answer.backend, answer.record
-        exchange.composition = answer.composition()
-        job.grant, job.dispatched = answer, False
-        self._retries.request()
-        return answer
+        job.waiting = answer
+        return None
 
-    def _again(self, job: Job, grant: Grant, demand: Demand, failure: UpstreamFailure | ConnectFailed) -> Demand:
+    async def _admit(self, job: Job, demand: Demand) -> Grant:
+        """Wait for the grant, and for the other replicas to agree. Raises Refused."""
+        entered = time.monotonic()
+        waiting, job.waiting = job.waiting, None
+        answer = waiting or self._controller.request(demand, entered)
+        if isinstance(answer, Refusal):
+            raise Refused(answer)
+        try:
+            if not isinstance(answer, Grant):
+                answer = await self._controller.wait(answer)
+            if self._confirm is not None:
+                answer = await self._confirm(answer)
+        finally:
+            now = time.monotonic()
+            job.exchange.queue_s += now - entered
+        return self._admitted(job, answer, now)
+
+    def _admitted(self, job: Job, grant: Grant, now: float) -> Grant:
+        exchange = job.exchange
+        exchange.admitted_at = now
+        exchange.backend, exchange.record = grant.backend, grant.record
+        exchange.composition = grant.composition()
+        job.grant, job.dispatched = grant, False
+        self._retries.request()
+        return grant
+
+    def _again(self, job: Job, failure: UpstreamFailure | ConnectFailed) -> Demand:
         """The demand for the second try, on another backend if there is one. Raises Refused when there is no second try."""
         now = time.monotonic()
+        grant, demand = job.grant, job.demand
+        assert grant is not None and demand is not None
         job.dispatched = False  # the backend cannot have had it
         self._settle(job, now)
-        job.exchange.input_tokens = job.exchange.output_tokens = None
-        job.exchange.usage_estimated = False
+        job.relay = None
+        job.exchange.dispatched_at = None
         if isinstance(failure, ConnectFailed) and not failure.may_retry:
             raise unreachable(failure)
         if not self._retries.take(now):
@@ -156,7 +236,7 @@ class DataPath:
         rules, principal = self.rules, incoming.principal
         tenant = rules.tenants.get(principal.tenant or "", _NOBODY) if principal is not None else _NOBODY
         exchange.tenant, exchange.priority_class = tenant.name, tenant.priority_class
-        job = Job(client, incoming, rules, tenant, exchange)
+        job = client.job = Job(self, client, incoming, rules, tenant, exchange)
         self.jobs.add(job)
         return job
 
@@ -191,21 +271,28 @@ class DataPath:
             job.relay.abandon()
         exchange = job.exchange
         exchange.outcome, exchange.reason, exchange.status = Outcome.CANCELLED, Reason.CLIENT_CLOSED, 499
-        job.client.finished(keep_alive=False)
 
     def _close(self, job: Job) -> None:
-        """Give back what was reserved and write the account; also after a defect, which is then the caller's 500."""
-        now = time.monotonic()
+        """Give back what was reserved, write the account, and let the client go on with its next request.
+
+        After a defect too, which is then the caller's 500."""
+        relay = job.relay
         if not job.answered:
-            if job.relay is not None:
-                job.relay.abandon()
+            if relay is not None:
+                relay.abandon()
             self._dispatch.fail(job, Refusal(Reason.INTERNAL_ERROR, "Something went wrong inside the gateway."))
+        now = time.monotonic()
+        if relay is not None:
+            job.exchange.first_at, job.exchange.last_at = relay.first_at, relay.last_at
+        if job.waiting is not None:
+            self._controller.leave(job.waiting)
         self._settle(job, now)
         self.jobs.discard(job)
         self._account(job.exchange, now)
         job.relay = None  # each knows the other: left so, only the garbage collector would free what the request held
         if self.draining and not self.jobs:
             self._quiet.set()
+        job.client.finished(keep_alive=job.keep_alive)
 
     def _settle(self, job: Job, now: float) -> None:
         """Exactly once a grant: at what was used where that is known, at what was delivered where it broke off."""
@@ -281,6 +368,14 @@ class DataPath:
             jitter=jitter(), retries=retries_of(fields), keep_alive=False, allow=allow,
         )  # fmt: skip
         return responses.head_of(answer) if incoming is not None and incoming.method == b"HEAD" else answer
+
+    def left(self, job: Job) -> None:
+        """The client left while its request was worked on: nothing is generated for nobody."""
+        if job.task is not None:
+            job.task.cancel()
+        if job.task is None or not job.started:  # a task that has not begun will not see to it
+            self._departed(job)
+            self._close(job)
 
     def departed(self, client: PlimsollProtocol, incoming: Incoming) -> None:
         """A client left before its request was whole."""

@@ -16,6 +16,7 @@ from gateway.edge.admin import identify
 from gateway.edge.connections import Connections
 from gateway.edge.dispatch import jitter
 from gateway.edge.incoming import Incoming
+from gateway.edge.job import Job
 from gateway.edge.keys import FailureLimiter
 from gateway.edge.protocol import Bounds, PlimsollProtocol
 from gateway.edge.reader import body_too_large
@@ -68,9 +69,12 @@ class Private:
         answer = responses.render(refusal, "openai", ours, jitter=jitter(), retries=0, keep_alive=False)
         return responses.head_of(answer) if incoming is not None and incoming.method == b"HEAD" else answer
 
-    async def serve(self, client: PlimsollProtocol, incoming: Incoming) -> None:
+    def serve(self, client: PlimsollProtocol, incoming: Incoming) -> None:
         """Nothing is proxied here: `screen` names no route."""
         raise RuntimeError("the operators' listener proxies nothing")
+
+    def left(self, job: Job) -> None:
+        """There is no work that could be left."""
 
     def departed(self, client: PlimsollProtocol, incoming: Incoming) -> None:
         """A client that leaves before its request is whole has asked nothing."""

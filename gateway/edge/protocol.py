@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from urllib.parse import unquote
 
 from uvicorn.config import Config
@@ -22,6 +21,9 @@ from gateway.edge.incoming import Incoming, Known
 from gateway.edge.reader import Bounds, Reader, Store
 from gateway.errors import Reason, Refusal
 from gateway.forward.relay import Brake
+
+if TYPE_CHECKING:
+    from gateway.edge.job import Job
 
 __all__ = ["Bounds", "Front", "PlimsollProtocol"]
 
@@ -41,8 +43,11 @@ class Front(Store, Protocol):
     def refuse(self, client: PlimsollProtocol, incoming: Incoming | None, refusal: Refusal) -> bytes:
         """The bytes of a refusal that closes the connection; the request is accounted for."""
 
-    def serve(self, client: PlimsollProtocol, incoming: Incoming) -> Coroutine[Any, Any, None]:
-        """Work on a proxied request; ends with `client.finished`."""
+    def serve(self, client: PlimsollProtocol, incoming: Incoming) -> None:
+        """Work on a proxied request; ends with `client.finished`, perhaps before it returns. `client.job` is the work."""
+
+    def left(self, job: Job) -> None:
+        """The client left while `job` was worked on."""
 
     def departed(self, client: PlimsollProtocol, incoming: Incoming) -> None:
         """The client left before its request was whole."""
@@ -66,10 +71,11 @@ class PlimsollProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.known = Known()
         self.brake: Brake | None = None
+        self.job: Job | None = None
         self.paused_at: float | None = None  # since when the client has not taken what was written
         self._reader = Reader(self.front)
         self._current: Incoming | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._advancing = False
         self._pending = b""
         self._idle_since = time.monotonic()
         self._linger_until: float | None = None
@@ -90,7 +96,7 @@ class PlimsollProtocol(HttpToolsProtocol):
 
     def finished(self, *, keep_alive: bool) -> None:
         """The answer to the current request is whole; go on with the next one or close."""
-        current, self._current, self._task, self.brake = self._current, None, None, None
+        current, self._current, self.job, self.brake = self._current, None, None, None
         if current is not None:
             self._reader.release(current)
         if self._over:
@@ -186,14 +192,14 @@ class PlimsollProtocol(HttpToolsProtocol):
         """uvicorn is ending: idle connections close now, others when their answer is whole."""
         if self._current is None:
             self.hang_up()
-        elif self._task is None:
+        elif self.job is None:
             super().shutdown()
 
     def leave(self) -> None:
         """The client has left: nothing is generated for nobody."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
+        job, self.job = self.job, None
+        if job is not None:
+            self.front.left(job)
         receiving = self._reader.drop()
         if receiving is not None and receiving.head_done:
             self.front.departed(self, receiving)
@@ -202,11 +208,17 @@ class PlimsollProtocol(HttpToolsProtocol):
 
     def _advance(self) -> None:
         """Take up the next request that is whole; refuse what is not worth receiving. Goes on past what was answered at once."""
-        while self._current is None and not self._over and self._next():
-            pass
+        if self._advancing:  # one was answered at once: the loop below sees to the next, however many there are
+            return
+        self._advancing = True
+        try:
+            while self._current is None and not self._over and self._next():
+                pass
+        finally:
+            self._advancing = False
 
     def _next(self) -> bool:
-        """One step; whether a request was taken up and answered, so that another may follow."""
+        """One step; whether a request was taken up, so that another may follow once it is answered."""
         reader = self._reader
         incoming = reader.ready.popleft() if reader.ready else reader.receiving
         if incoming is None or not incoming.whole:
@@ -223,14 +235,15 @@ class PlimsollProtocol(HttpToolsProtocol):
                 return True
             if incoming.expects_continue and not incoming.whole:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if incoming.whole:
-            self._begin(incoming)
-        return False
+        if not incoming.whole:
+            return False
+        self._begin(incoming)
+        return True
 
     def _begin(self, incoming: Incoming) -> None:
         self._current = incoming
         if incoming.route is not None and incoming.route.kind == "proxy":
-            self._task = self.loop.create_task(self.front.serve(self, incoming))
+            self.front.serve(self, incoming)
         else:
             self._begin_asgi(incoming)
 

@@ -2,8 +2,8 @@
 
 Owns: the decision between passing on (event streams) and holding (everything else, within a bound), chunked framing,
 backpressure in both directions, and coalescing of what comes faster than anyone reads. Promises: bytes of a stream are
-not changed; nothing that did not end whole is made to look so; `done` is resolved exactly once.
-Talks to: a `Client` to write to, the `Connection` it drains, a `Scanner` that reads along.
+not changed; nothing that did not end whole is made to look so; its owner hears of the end exactly once, and of nothing after it.
+Talks to: a `Client` to write to, the `Connection` it drains, a `Scanner` that reads along, the `Owner` whose answer it is.
 """
 
 from __future__ import annotations
@@ -42,6 +42,19 @@ class Client(Protocol):
     def write(self, data: bytes) -> None: ...
 
 
+class Owner(Protocol):
+    """Whose answer it is. Called from the transport; after `ended` nothing more is."""
+
+    def stream_head(self, status: int, headers: Headers) -> bytes:
+        """The head to send before the first byte of a stream."""
+
+    def first_token(self) -> None:
+        """The first content has come."""
+
+    def ended(self, end: End) -> None:
+        """The answer is over."""
+
+
 class Whole(Enum):
     """The backend's answer has ended as it should."""
 
@@ -55,33 +68,24 @@ End = Whole | UpstreamFailure | Reason
 class Relay:
     """The sink of one dispatched request.
 
-    `head_lines(status, headers)` makes the response's head when the first byte of a stream is passed on. `on_first` is
-    called at the first content, `on_gap` with the seconds between later reads that bring content. With `stream` False
-    nothing is passed on: the caller finds status, headers and `held` when `done` is resolved.
+    With a `scanner` it is taken for a stream until its head says otherwise; `on_gap` is then called with the seconds
+    between later reads that bring content. Without one nothing is passed on: the owner finds status, headers and `held`.
     """
 
     __slots__ = (
-        "_connection", "_full", "_head_lines", "_last", "_loop", "_on_first", "_on_gap", "_read_at", "_size", "_timer", "begun",
-        "bytes_out", "chunked", "client", "done", "first_at", "headers", "held", "last_at", "scanner", "status", "stream",
+        "_connection", "_full", "_last", "_on_gap", "_read_at", "_size", "_timer", "begun", "bytes_out", "chunked", "client",
+        "first_at", "headers", "held", "last_at", "over", "owner", "scanner", "status", "stream",
     )  # fmt: skip
 
     def __init__(
-        self,
-        client: Client,
-        scanner: Scanner | None,
-        *,
-        stream: bool,
-        chunked: bool,
-        head_lines: Callable[[int, Headers], bytes],
-        on_first: Callable[[], None],
-        on_gap: Callable[[float], None],
+        self, client: Client, owner: Owner, scanner: Scanner | None, *, chunked: bool, on_gap: Callable[[float], None] | None
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[End] = self._loop.create_future()
         self.client = client
+        self.owner = owner
         self.scanner = scanner
-        self.stream = stream
+        self.stream = scanner is not None
         self.chunked = chunked
+        self.over = False  # the owner knows of the end, or does not care any more
         self.status = 0
         self.headers: Headers = []
         self.held: list[bytes] = []
@@ -90,8 +94,6 @@ class Relay:
         self.last_at: float | None = None
         self.bytes_out = 0
         self._connection: Connection | None = None
-        self._head_lines = head_lines
-        self._on_first = on_first
         self._on_gap = on_gap
         self._size = 0
         self._last = b""
@@ -100,21 +102,21 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
 
     def dispatch(self, connection: Connection, request: bytes) -> None:
-        """Send the request; from here on the connection belongs to this relay until `done`."""
+        """Send the request; from here on the connection belongs to this relay until its end."""
         self._connection = connection
         self.client.brake = self
         connection.send(request, self)
 
     def stop(self, reason: Reason) -> None:
         """End it from our side: the backend's connection is dropped, so that it stops generating."""
-        if not self.done.done():
+        if not self.over:
             self._drop()
-            self.done.set_result(reason)
+            self._resolve(reason)
 
     def abandon(self) -> None:
         """Nobody waits for the end any more."""
+        self.over = True
         self._drop()
-        self.done.cancel()
 
     @property
     def mid_event(self) -> bool:
@@ -196,7 +198,7 @@ class Relay:
     def _gather(self) -> None:
         if self._timer is None and self._connection is not None:
             self._connection.pause()
-            self._timer = self._loop.call_later(COALESCE_S, self._gathered)
+            self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._gathered)
 
     def _gathered(self) -> None:
         self._timer = None
@@ -208,8 +210,8 @@ class Relay:
     def _content(self, now: float) -> None:
         if self.first_at is None:
             self.first_at = now
-            self._on_first()
-        elif self.last_at is not None:
+            self.owner.first_token()
+        elif self.last_at is not None and self._on_gap is not None:
             self._on_gap(now - self.last_at)
         self.last_at = now
 
@@ -220,13 +222,13 @@ class Relay:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if not self.begun:
             self.begun = True
-            data = self._head_lines(self.status, self.headers) + data
+            data = self.owner.stream_head(self.status, self.headers) + data
         self.client.write(data)
 
     def _hold(self, data: bytes, now: float) -> None:
         if self.first_at is None:
             self.first_at = now
-            self._on_first()
+            self.owner.first_token()
         self.last_at = now
         self._size += len(data)
         self.held.append(data)
@@ -256,5 +258,6 @@ class Relay:
             self._timer = None
 
     def _resolve(self, end: End) -> None:
-        if not self.done.done():
-            self.done.set_result(end)
+        if not self.over:
+            self.over = True
+            self.owner.ended(end)

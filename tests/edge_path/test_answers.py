@@ -262,7 +262,7 @@ async def test_a_backend_that_left_the_policy_between_grant_and_dispatch():
     """Nothing was sent: it is tried once more, and no defect."""
     async with serving(answering(response(COMPLETION))) as up:
         site = Site(policy_for(up.port))
-        upstream, left = site.upstreams["a"], iter([None])
+        upstream, left = site.upstreams["a"], iter([None, None])
         site.yard.upstream = lambda backend: next(left, upstream)
         async with running(site) as port:
             got = await ask(port)
