@@ -123,6 +123,7 @@ def _head(found: Record) -> list[tuple[str, object]]:
         ("raw samples", found.samples.file if found.samples else None),
         ("API key covers", note.api_key_covers if note else "missing"),
         ("outer boundary", note.external_boundary if note else "missing"),
+        ("notes", "; ".join(protocol.notes) or None),
         ("retest triggers", ", ".join(found.retest_triggers)),
         ("valid until", found.valid_until),
         ("supersedes", found.supersedes.record[:16] if found.supersedes else None),

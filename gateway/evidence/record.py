@@ -102,7 +102,10 @@ class RecordIdentity(_Part):
 
 
 class Protocol(_Part):
-    """How it was measured. `confidence` is the one at which the `_upper` and `_lower` bounds hold."""
+    """How it was measured. `confidence` is the one at which the `_upper` and `_lower` bounds hold.
+
+    `notes` say where the measurement fell short of its plan; a record without any has no such key.
+    """
 
     tool: Text
     started_at: Instant
@@ -120,11 +123,16 @@ class Protocol(_Part):
     identity_source: Literal["attested", "declared"] | None = None
     plan: Digest | None = None
     assumptions: tuple[Text, ...] = (ASSUMPTION,)
+    notes: Annotated[tuple[Text, ...], Field(max_length=256)] = ()
 
     @field_validator("started_at", "finished_at")
     @classmethod
     def _is_an_instant(cls, value: str | None) -> str | None:
         return _checked_instant(value)
+
+    @model_serializer(mode="wrap")
+    def _without_empty_notes(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name != "notes" or value}
 
 
 class Range(_Part):

@@ -114,6 +114,8 @@ class Bench:
             part = await self._send(key, cell, repeat, attempt)
             await self._session.check()
             if part.void is None or attempt == ATTEMPTS:
+                if len(part.samples) < total:
+                    self._progress.note(f"{label}: ended by max_seconds after {len(part.samples)} of {total} requests")
                 return part
             self._progress.note(f"{label}: void, {part.void}; measured again")
         raise AssertionError("unreachable: the last attempt returns")

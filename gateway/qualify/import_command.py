@@ -84,7 +84,7 @@ def import_results(
     protocol = _protocol(found, made, first, last, warmup, confidence, observed)
     record = _record(observed, protocol, made, note, Samples(file=name, sha256=store.put_samples(name, packed)))
     typer.echo(str(out / f"{store.put(record)}.json"))
-    for text in dict.fromkeys(note for run in found for note in run.notes):
+    for text in protocol.notes:
         typer.echo(f"note: {text}", err=True)
 
 
@@ -130,6 +130,7 @@ def _protocol(
         kv_cache_tokens=observed.kv_cache_tokens,
         confidence=decimal_text(confidence),
         identity_source=source,
+        notes=tuple(dict.fromkeys(note for run in found for note in run.notes)),
     )
 
 

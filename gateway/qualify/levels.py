@@ -127,6 +127,19 @@ def slice_of(cell: Cell, measured: Sequence[Measured], confidence: float) -> Sli
     )
 
 
+def narrowed(cell: Cell, made: Slice | None) -> list[str]:
+    """In words, what the slice of a cell claims less than the cell asked for."""
+    if made is None:
+        return ["no slice: no request succeeded, or no sizes are common to its levels"]
+    asked = (("input", cell.input_tokens, made.input_tokens), ("output", cell.output_tokens, made.output_tokens))
+    return [
+        f"{side} tokens are claimed from {claim.min} to {claim.max}, the plan asked for {wish.min} to {wish.max}: "
+        f"an end needs {_FEWEST_AT_AN_END} samples of every level, or one in a hundred, at it or beyond"
+        for side, wish, claim in asked
+        if claim.min > wish.min or claim.max < wish.max
+    ]
+
+
 def claimed(values: Sequence[int]) -> Range | None:
     """The range that sampled sizes support: at each end at least 3 samples, or 1 in 100, lie at or beyond the bound."""
     if not values:

@@ -33,7 +33,7 @@ from gateway.evidence.signing import supersede
 from gateway.evidence.store import RecordStore
 from gateway.qualify import boundary
 from gateway.qualify.bench import Bench, LevelKey, Progress, keys_of
-from gateway.qualify.levels import Measured, slice_of
+from gateway.qualify.levels import Measured, narrowed, slice_of
 from gateway.qualify.plan import Plan, Poisson, Trace
 from gateway.qualify.samples import RawSample, encode
 from gateway.qualify.search import Limits, find
@@ -106,13 +106,15 @@ def record_of(
     note: BoundaryNote | None,
 ) -> Record:
     """The record, not yet naming its samples. Raises `QualifyError` when no cell holds a slice."""
-    observed, slices = session.observed, []
+    observed, slices, notes = session.observed, [], list(_shortfalls(plan, measured))
     for index, cell in enumerate(plan.cells):
         levels = [each for key, each in measured.items() if key.cell == index]
-        if (made := slice_of(cell, _rising(levels), plan.confidence)) is not None:
+        made = slice_of(cell, _rising(levels), plan.confidence)
+        notes += [f"cell {index + 1}: {text}" for text in narrowed(cell, made)]
+        if made is not None:
             slices.append(made)
     if not slices:
-        raise QualifyError(f"no request succeeded, so there is nothing to record: {_first_failure(measured)}")
+        raise QualifyError(_nothing(measured))
     finished = dt.datetime.now(dt.UTC)
     return Record(
         schema_=SCHEMA,
@@ -124,7 +126,7 @@ def record_of(
         ),
         configuration=dict(observed.document),
         capabilities=dict(observed.capabilities),
-        protocol=_protocol(plan, session, warmed, started, finished),
+        protocol=_protocol(plan, session, warmed, started, finished, tuple(notes)),
         slices=tuple(slices),
         security_boundary_note=note,
         retest_triggers=ALL_TRIGGERS,
@@ -132,7 +134,9 @@ def record_of(
     )
 
 
-def _protocol(plan: Plan, session: Session, warmed: int, started: dt.datetime, finished: dt.datetime) -> Protocol:
+def _protocol(
+    plan: Plan, session: Session, warmed: int, started: dt.datetime, finished: dt.datetime, notes: tuple[str, ...]
+) -> Protocol:
     observed = session.observed
     arrivals = {_arrival(plan, index) for index in range(len(plan.cells))}
     return Protocol(
@@ -151,6 +155,7 @@ def _protocol(plan: Plan, session: Session, warmed: int, started: dt.datetime, f
         confidence=decimal_text(plan.confidence),
         identity_source="attested" if session.declared is None else "declared",
         plan=plan.digest,
+        notes=notes,
     )
 
 
@@ -188,9 +193,7 @@ def _write(request: Request, record: Record, measured: dict[LevelKey, Measured])
     if old is not None:
         record = supersede(record, old)
     identity = store.put(record)
-    return QualifyResult(
-        record, identity, request.out / f"{identity}.json", request.out / name, _notes(request.plan, record, measured, old)
-    )
+    return QualifyResult(record, identity, request.out / f"{identity}.json", request.out / name, _notes(record, old))
 
 
 def _predecessor(store: RecordStore, record: Record) -> Record | None:
@@ -212,9 +215,9 @@ def _model(record: Record) -> object:
     return model.get("id") if isinstance(model, dict) else record.identity.model_revision
 
 
-def _notes(plan: Plan, record: Record, measured: dict[LevelKey, Measured], old: Record | None) -> tuple[str, ...]:
-    notes = [f"cell {key.cell + 1}, {key.concurrency} at once: void, {each.void}" for key, each in measured.items() if each.void]
-    notes += list(_cut_short(plan, measured))
+def _notes(record: Record, old: Record | None) -> tuple[str, ...]:
+    """What the record says of its own shortfalls, and what its numbers show."""
+    notes = list(record.protocol.notes)
     for each in record.slices:
         for level in each.levels:
             if level.oversaturated:
@@ -228,22 +231,25 @@ def _notes(plan: Plan, record: Record, measured: dict[LevelKey, Measured], old: 
     return tuple(notes)
 
 
-def _cut_short(plan: Plan, measured: dict[LevelKey, Measured]) -> Iterator[str]:
-    """Levels that the plan's time ended before all was sent."""
+def _shortfalls(plan: Plan, measured: dict[LevelKey, Measured]) -> Iterator[str]:
+    """Levels that are void, and those that the plan's time ended before all was sent."""
     for key, each in measured.items():
         cell = plan.cells[key.cell]
+        if each.void:
+            yield f"cell {key.cell + 1}, {key.concurrency} at once: void, {each.void}"
         wanted = cell.per_repeat(key.concurrency, plan.repeats) * plan.repeats
         if len(each.samples) < wanted:
             text = f"{len(each.samples)} of {wanted} requests were sent within max_seconds ({cell.max_seconds:g})"
             yield f"cell {key.cell + 1}, {key.concurrency} at once: {text}"
 
 
-def _first_failure(measured: dict[LevelKey, Measured]) -> str:
-    for each in measured.values():
-        for sample in each.samples:
-            if sample.status != "ok":
-                return f"{sample.status}, {sample.detail or sample.error}"
-    return "nothing was sent"
+def _nothing(measured: dict[LevelKey, Measured]) -> str:
+    """Why there is nothing to record."""
+    if any(each.good for each in measured.values()):
+        return "no cell has sizes that all of its levels hold, so there is nothing to record: more requests, or more max_seconds"
+    failed = (sample for each in measured.values() for sample in each.samples if sample.status != "ok")
+    first = next((f"{sample.status}, {sample.detail or sample.error}" for sample in failed), "nothing was sent")
+    return f"no request succeeded, so there is nothing to record: {first}"
 
 
 def _rising(levels: Sequence[Measured]) -> list[Measured]:

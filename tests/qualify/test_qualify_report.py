@@ -129,6 +129,13 @@ def test_a_record_without_samples_has_a_report_too(bare: Report) -> None:
     assert "raw samples were not at hand" in bare.html
 
 
+def test_what_fell_short_of_the_plan_is_said(record: Record, bare: Report) -> None:
+    note = "cell 1, 4 at once: 12 of 192 requests were sent within max_seconds (1)"
+    short = record.model_copy(update={"protocol": record.protocol.model_copy(update={"notes": (note,)})})
+    assert note in report(short, [], None, NOW).html
+    assert "Short of its plan" not in bare.html
+
+
 def test_failures_are_listed(record: Record) -> None:
     bad = sample(status="error", error="status", detail="503: busy")
     assert "503: busy" in report(record, [bad], None, NOW).html

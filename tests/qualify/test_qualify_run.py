@@ -165,6 +165,31 @@ async def test_warm_up_may_be_omitted_and_is_then_said_to_be(tmp_path: Path) -> 
     assert any("bound on p95" in note for note in result.notes)
 
 
+async def test_a_run_that_time_cut_short_says_what_it_claims_less(tmp_path: Path) -> None:
+    async with SimulatorServer(FAST) as sim:
+        display = Quiet()
+        chosen = plan(cell={"concurrency": [4], "max_seconds": 0.001})
+        result = await qualify(Request(policy.Backend(url=sim.url), chosen, tmp_path), display)
+    (one,) = result.record.slices
+    assert (one.input_tokens.min, one.input_tokens.max) != (1, 64)
+    cut, claim = (
+        next(n for n in result.record.protocol.notes if part in n) for part in ("max_seconds", "input tokens are claimed")
+    )
+    assert cut == "cell 1, 4 at once: 12 of 192 requests were sent within max_seconds (0.001)"
+    assert f"from {one.input_tokens.min} to {one.input_tokens.max}, the plan asked for 1 to 64" in claim
+    assert {cut, claim} <= set(result.notes)
+    assert any("ended by max_seconds after 4 of 64 requests" in note for note in display.notes)
+    assert RecordStore(tmp_path).load().records == {result.record_id: result.record}
+
+
+async def test_levels_with_no_size_in_common_give_no_record_and_the_reason(tmp_path: Path) -> None:
+    async with SimulatorServer(FAST) as sim:
+        chosen = plan(repeats=1, cell={"concurrency": [1, 2, 3, 4], "max_seconds": 0.001})
+        with pytest.raises(QualifyError, match="sizes that all of its levels hold"):
+            await measure(sim, tmp_path, chosen)
+    assert written(tmp_path) == []
+
+
 @pytest.mark.parametrize("route", ["chat", "embeddings"])
 async def test_other_routes_are_measured_as_they_are(tmp_path: Path, route: str) -> None:
     cell: dict[str, object] = {"requests": 12, "batches": 4, "concurrency": [2], "input_tokens": {"min": 40, "max": 80}}
