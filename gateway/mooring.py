@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from gateway.apart import Apart
 from gateway.flow.envelope import Envelope
 from gateway.flow.shared import SharedController
+from gateway.forward.watch import Counted
 from gateway.shared_quotas import Taken
 from gateway.state.leases import Answer, Ask, LeaseStore, Row, Rules, Verdict, View
 
+BEATS = 4  # in one lease time
+SAFETY = 0.9  # of a lease time: after so long without a beat nothing is sent any more
+
 
 class Neighbours(Protocol):
-    """The whole that a mooring is part of. `apart`: the state is lost, and this replica goes on by itself."""
+    """The whole that a mooring is part of. `apart`: the state is lost, and this replica goes on by itself (None: it does not)."""
 
     controller: SharedController
     store: LeaseStore
-    apart: bool
+    apart: Apart | None
 
 
 class Lease:
@@ -71,6 +76,11 @@ class Mooring:
         self._envelope: Envelope | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    def load(self) -> tuple[int, int]:
+        """(sequences, KV blocks) that this replica has leases for."""
+        asks = [lease.ask for lease in self.held.values()]
+        return sum(ask.shape.sequences for ask in asks), sum(ask.blocks for ask in asks)
+
     def rules_of(self, envelope: Envelope) -> Rules:
         """The envelope as the store needs it."""
         if self.rules is None or self._envelope is not envelope:
@@ -81,7 +91,7 @@ class Mooring:
 
     def trusted(self, now: float) -> bool:
         """Whether the others still count this replica's leases as alive; apart from the shared state, its own word counts."""
-        return now < self.valid_until or self._neighbours.apart
+        return now < self.valid_until or self._neighbours.apart is not None
 
     def settle(self, ask: Ask, refund: float) -> None:
         """Give a lease back; what that tells of the others is taken up."""
@@ -90,6 +100,23 @@ class Mooring:
     def _settled(self, done: asyncio.Future[Answer]) -> None:
         if not done.cancelled() and done.exception() is None:
             self.heard(done.result())
+
+    def beaten(self, answer: Answer, sent_at: float, now: float, lease_s: float) -> None:
+        """A beat that was sent at `sent_at` was taken: we are alive for the others, and know who else is."""
+        self.valid_until = sent_at + SAFETY * lease_s
+        self.beat_at = max(self.beat_at, sent_at + lease_s / BEATS)
+        self.known = frozenset(answer.owners)
+        self.suspects = {owner: self.suspects.get(owner, now) for owner in answer.suspects}
+        self.paused = False
+        self.heard(answer)
+
+    def judge(self, counted: Counted) -> tuple[list[str], list[str]]:
+        """By what the backend counts: the dead that have nothing there any more (once), and the strangers that have."""
+        present = {owner for owner, requests in counted.by_gateway.items() if requests > 0}
+        gone = [owner for owner, since in self.suspects.items() if counted.asked_at > since and owner not in present]
+        for owner in gone:
+            del self.suspects[owner]
+        return gone, sorted(present - self.known - set(self.suspects) - set(gone))
 
     def heard(self, answer: Answer) -> None:
         """News of the others. A pause ends when this replica's head is next."""

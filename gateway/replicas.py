@@ -10,35 +10,32 @@ watches (what backends count).
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from gateway.apart import Apart
+from gateway.asks import Asks
 from gateway.errors import Refusal, Refused
 from gateway.flow.envelope import Envelope
 from gateway.flow.grant import Grant
-from gateway.flow.pool import AGED_SHARE
 from gateway.flow.shared import SharedController
 from gateway.flow.waiting import Waiting
 from gateway.forward.watch import Counted
-from gateway.mooring import Lease, Mooring
+from gateway.mooring import BEATS, Lease, Mooring
 from gateway.shared_quotas import SharedQuotas, Taken
 from gateway.state.leases import WOKEN_S, Answer, Ask, LeaseStore, StateLost, Verdict, View
 
 log = logging.getLogger("plimsoll.state")
 
 TICK_S = 0.05
-BEATS = 4  # in one lease time
 WANTED = 6  # lease times that a backend nobody asks for is still beaten for
-SAFETY = 0.9  # of a lease time: after so long without a beat nothing is sent any more
-SLACK_S = 10.0  # an execution may begin so long after its lease, connecting included
 TRIES = 3
 
 
 class Replicas:
-    """`apart`: the state is lost and the policy says to go on with a share. `on_degraded` hears of every change."""
+    """`apart`: not None while the state is lost and the policy says to go on with a share. `on_degraded` hears of changes."""
 
     def __init__(
         self,
@@ -55,14 +52,15 @@ class Replicas:
         self.store: LeaseStore
         self.quotas: SharedQuotas | None = None
         controller.on_wait, controller.on_left = self._waits, self._left
-        self.apart = False
-        self._share, self._lease_s, self._longest_s = share, lease_s, longest_s
+        self.apart: Apart | None = None
+        self._share, self._lease_s = share, lease_s
+        self._asks = Asks(controller, lambda: self.store.owner, longest_s, clock)
         self._on_degraded, self._clock, self._count_of = on_degraded, clock, count_of
         self._moorings: dict[str, Mooring] = {}
-        self._numbers = itertools.count(1)
         self._lost: str | None = "not connected yet"
         self._refusal = controller.suspend()
-        self._seen = 1  # replicas when the state was last there
+        self._present: tuple[str, ...] = ()  # the replicas, when the state was last there
+        self._meet_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # The request path
@@ -121,9 +119,12 @@ class Replicas:
             mooring = self.mooring(grant.backend)
             envelope = self.controller.envelope(grant.backend)
             if self._lost is not None or envelope is None:
-                return self._without(mooring, grant, envelope)
+                if self._without(mooring, grant, envelope):
+                    return grant
+                grant = await self.controller.wait(self._back(grant))
+                continue
             mooring.wanted_until = self._clock() + WANTED * self._lease_s
-            ask = self._ask(mooring, grant, envelope)
+            ask = self._asks.of(mooring, grant, envelope)
             answer = await self._acquire(mooring, grant, ask)
             if answer.verdict is Verdict.GRANTED:
                 grant.lease = Lease(mooring, ask)
@@ -137,7 +138,7 @@ class Replicas:
             try:
                 if not mooring.trusted(self._clock()):
                     await self._register(mooring)
-                generation, head = mooring.generation, self._head(mooring)
+                generation, head = mooring.generation, self._asks.head(mooring)
                 pending = self.store.acquire(mooring.name, ask, head)
                 answer = await asyncio.shield(pending)
                 if answer.verdict is Verdict.UNREGISTERED:
@@ -163,9 +164,7 @@ class Replicas:
         """Back to its place, and the next provisional grant for it."""
         if self._lost is not None:
             return grant
-        waiting = self.controller.put_back(grant, self._clock())
-        if isinstance(waiting, Refusal):
-            raise Refused(waiting)
+        waiting = self._back(grant)
         waiting.name = ask.lease
         view = answer.view
         if answer.verdict is Verdict.DENIED:
@@ -182,47 +181,26 @@ class Replicas:
             mooring.pause(answer.retry_s if answer.verdict is Verdict.COLD else self._lease_s / BEATS, view)
         return await self.controller.wait(waiting)
 
-    def _without(self, mooring: Mooring, grant: Grant, envelope: Envelope | None) -> Grant:
-        """No agreement is to be had: apart from the others, or not at all."""
-        if not self.apart or envelope is None:
+    def _back(self, grant: Grant) -> Waiting:
+        waiting = self.controller.put_back(grant, self._clock())
+        if isinstance(waiting, Refusal):
+            raise Refused(waiting)
+        return waiting
+
+    def _without(self, mooring: Mooring, grant: Grant, envelope: Envelope | None) -> bool:
+        """No agreement is to be had: apart from the others (false: not yet, there is no room), or not at all. Raises Refused."""
+        if self.apart is None or envelope is None or not grant.mask:
             grant.give_back(self._clock())
             raise Refused(self._refusal)
-        grant.lease = Lease(mooring, self._ask(mooring, grant, envelope))  # said to the others when they are back
-        return grant
+        if not self.controller.allows(grant, *mooring.load()):
+            return False
+        grant.lease = Lease(mooring, self._asks.of(mooring, grant, envelope))  # said to the others when they are back
+        return True
 
     def _orphan(self, mooring: Mooring, ask: Ask, done: asyncio.Future[Answer]) -> None:
         """The caller left while it was asked for; a lost connection needs nothing, for its session is over."""
         if not done.cancelled() and done.exception() is None and done.result().verdict is Verdict.GRANTED:
             mooring.settle(ask, ask.cost)
-
-    def _ask(self, mooring: Mooring, grant: Grant, envelope: Envelope) -> Ask:
-        place = grant.place
-        name = place.name if place is not None and place.name else self._name()
-        return self._asked(mooring, envelope, name, grant.mask, grant.queue_s, grant.cost, grant)
-
-    def _asked(
-        self, mooring: Mooring, envelope: Envelope, name: str, mask: int, waited_s: float, cost: float, what: Grant | Waiting
-    ) -> Ask:
-        demand, place = what.demand, what.place if isinstance(what, Grant) else what
-        shape = demand.shape
-        blocks = shape.sequences * -(-(shape.input_tokens + shape.output_tokens) // envelope.block_size)
-        return Ask(
-            name, mooring.rules_of(envelope), mask, shape, blocks, demand.priority, demand.tenant, demand.weight, cost, waited_s,
-            self._longest_s() + SLACK_S, AGED_SHARE * (place.deadline - place.enqueued_at) if place is not None else None,
-        )  # fmt: skip
-
-    def _name(self) -> str:
-        return f"{self.store.owner}-{next(self._numbers):x}"
-
-    def _head(self, mooring: Mooring) -> Ask | None:
-        """The head of the local queue, as the others shall see it."""
-        found, envelope = self.controller.head(mooring.name), self.controller.envelope(mooring.name)
-        if found is None or envelope is None:
-            return None
-        waiting, mask = found
-        waiting.name = waiting.name or self._name()
-        waited_s = self._clock() - waiting.enqueued_at
-        return self._asked(mooring, envelope, waiting.name, mask, waited_s, waiting.cost, waiting)
 
     # Being one of several
 
@@ -251,10 +229,10 @@ class Replicas:
         mooring.generation += 1
         held = [lease.ask for lease in mooring.held.values()]
         return self._beaten(mooring, now, await self._try(self.store.beat(
-            mooring.name, mooring.rules_of(envelope), self._head(mooring), held)))  # fmt: skip
+            mooring.name, mooring.rules_of(envelope), self._asks.head(mooring), held)))  # fmt: skip
 
     async def _beat(self, mooring: Mooring, envelope: Envelope) -> None:
-        now, head = self._clock(), self._head(mooring)
+        now, head = self._clock(), self._asks.head(mooring)
         mooring.head = head.lease if head is not None else ""
         mooring.beat_at = now + self._lease_s / BEATS
         answer = await self._try(self.store.beat(mooring.name, mooring.rules_of(envelope), head, None))
@@ -266,14 +244,7 @@ class Replicas:
     def _beaten(self, mooring: Mooring, sent_at: float, answer: Answer | None) -> bool:
         if answer is None or answer.verdict is Verdict.UNREGISTERED:
             return False
-        mooring.valid_until = sent_at + SAFETY * self._lease_s
-        mooring.beat_at = max(mooring.beat_at, sent_at + self._lease_s / BEATS)
-        mooring.known = frozenset(answer.owners)
-        self._seen = max(1, len(answer.owners))
-        now = self._clock()
-        mooring.suspects = {owner: mooring.suspects.get(owner, now) for owner in answer.suspects}
-        mooring.paused = False
-        mooring.heard(answer)
+        mooring.beaten(answer, sent_at, self._clock(), self._lease_s)
         return True
 
     async def _try(self, pending: asyncio.Future[Answer]) -> Answer | None:
@@ -289,8 +260,16 @@ class Replicas:
             if self._lost is None:
                 if self.quotas is not None:
                     self.quotas.in_flight.beat(self._clock())
+                if self._clock() >= self._meet_at:
+                    self._meet_at = self._clock() + self._lease_s / BEATS
+                    self._start(self._be_there())
                 for name in backends():
                     self._look(self.mooring(name))
+            elif self.apart is not None:
+                apart, now = self.apart, self._clock()
+                ended = [apart.look(name, self._count_of(name), now) for name in backends()]
+                if any(ended):
+                    self.controller.divide(apart.part)
             await asyncio.sleep(TICK_S)
 
     def _look(self, mooring: Mooring) -> None:
@@ -309,14 +288,23 @@ class Replicas:
 
     def _hold_against(self, mooring: Mooring, counted: Counted) -> None:
         """What the backend counts: the dead that have nothing there are done with; strangers stop all granting."""
-        present = {owner for owner, requests in counted.by_gateway.items() if requests > 0}
-        for owner, since in list(mooring.suspects.items()):
-            if counted.asked_at > since and owner not in present:
-                del mooring.suspects[owner]
-                self._start(self._tell(self.store.reap(mooring.name, owner)))
-        strangers = present - mooring.known - set(mooring.suspects)
+        gone, strangers = mooring.judge(counted)
+        for owner in gone:
+            self._start(self._tell(self.store.reap(mooring.name, owner)))
         if strangers:
-            self._start(self._tell(self.store.strange(mooring.name, sorted(strangers))))
+            self._start(self._tell(self.store.strange(mooring.name, strangers)))
+
+    async def _meet(self) -> bool:
+        """Be there, and learn who else is."""
+        try:
+            self._present = await self.store.present()
+        except StateLost as lost:
+            self.lost(str(lost))
+            return False
+        return True
+
+    async def _be_there(self) -> None:
+        await self._meet()
 
     async def _tell(self, pending: asyncio.Future[Answer]) -> None:
         await self._try(pending)
@@ -347,8 +335,12 @@ class Replicas:
         log.error("the shared state is lost (%s): %s", why, "going on with a share" if self._share else "nothing is admitted")
         self._on_degraded(True)
         if self._share:
-            self.apart = True
-            self.controller.divide(self._seen)
+            now, moorings = self._clock(), self._moorings.values()
+            known = frozenset().union(*(mooring.known for mooring in moorings))
+            held = {mooring.name: mooring.load() for mooring in moorings}
+            ends_at = now + self._asks.longest_s()
+            self.apart = Apart(known.union(self._present), self.store.owner, held, now, ends_at)
+            self.controller.divide(self.apart.part)
         else:
             self.controller.suspend()
 
@@ -357,14 +349,14 @@ class Replicas:
         for mooring in list(self._moorings.values()):
             if self.controller.envelope(mooring.name) is not None and not await self._register(mooring):
                 return
-        if self._lost is None:
+        if not await self._meet() or self._lost is None:
             return
-        log.info("the shared state is there: %d replicas", self._seen)
+        log.info("the shared state is there: %d replicas", len(self._present))
         if self.quotas is not None:
             self.quotas.in_flight.restate()
-        self._lost, self.apart = None, False
+        self._lost, self.apart = None, None
         self._on_degraded(False)
-        self.controller.divide(1)
+        self.controller.divide(None)
         self.controller.resume()
 
     async def leave(self) -> None:
@@ -373,6 +365,7 @@ class Replicas:
             return
         if self.quotas is not None:
             self.quotas.in_flight.leave()
+        self.store.present(leaving=True)
         for mooring in self._moorings.values():
             if not mooring.held:
                 await self._try(self.store.withdraw(mooring.name))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from gateway.errors import Reason, Refusal
 from gateway.flow import refusals
 from gateway.flow.bay import Bay
 from gateway.flow.controller import Controller
-from gateway.flow.demand import Demand, Gate, Open
-from gateway.flow.envelope import Envelope
+from gateway.flow.demand import Closed, Demand, Gate, Open
+from gateway.flow.envelope import Box, Envelope
 from gateway.flow.grant import Grant
 from gateway.flow.pool import Route
 from gateway.flow.waiting import Phase, Waiting
@@ -27,11 +28,23 @@ _OUT_OF_SLICE = frozenset({
 })  # fmt: skip
 
 
+class Part(NamedTuple):
+    """What one of `replicas` that cannot agree keeps to on a backend. `rank`: its place among them, from 0.
+
+    `sequences` and `blocks`: all it may have in flight while what was agreed before may still run elsewhere; None: its part.
+    """
+
+    replicas: int
+    rank: int
+    sequences: int | None = None
+    blocks: int | None = None
+
+
 class SharedController(Controller):
     """`Controller` with the calls that sharing needs."""
 
     _drained: Refusal | None = None
-    _share = 1
+    _part_of: Callable[[str], Part] | None = None
     on_wait: Callable[[Waiting], None] | None = None
     """Hears of every request that has to wait."""
     on_left: Callable[[Waiting], None] | None = None
@@ -54,29 +67,46 @@ class SharedController(Controller):
         """Agreement is possible again."""
         self._draining = self._drained
 
-    def divide(self, replicas: int) -> None:
-        """Without agreement, keep to a share of every limit (1: the whole); what is in flight stays counted."""
-        if replicas == self._share:
-            return
-        self._share = replicas
+    def divide(self, part_of: Callable[[str], Part] | None) -> None:
+        """Without agreement, keep to a part of the limits of each backend (None: the whole again); what is in flight stays
+        counted. Called again when a part has changed."""
+        self._part_of = part_of
         for bay in list(self._topology.bays.values()):
             if bay.whole is not None:
                 self.set_backend(bay.name, bay.whole)
 
     def set_backend(self, name: str, gate: Gate) -> None:
-        """As in the controller, with the share of the limits that is in force."""
+        """As in the controller, with the part of the limits that is in force."""
         bay = self._topology.bay(name)
         bay.whole = gate if isinstance(gate, Open) else None
-        super().set_backend(name, divided(gate, self._share) if isinstance(gate, Open) else gate)
+        if self._part_of is not None and isinstance(gate, Open):
+            gate = divided(gate, self._part_of(name))
+        super().set_backend(name, gate)
 
     def decide(self, demand: Demand, now: float) -> Grant | Waiting | Refusal:
-        """As in the controller; what only a share of the limits is too small for may be tried again."""
+        """As in the controller; what only a part of the limits is too small for may be tried again."""
         answer = super().decide(demand, now)
-        if self._share > 1 and isinstance(answer, Refusal) and answer.reason in _OUT_OF_SLICE:
-            bays = map(self._topology.bay, demand.backends)
-            if any(bay.whole is not None and bay.whole.envelope.place(demand.shape) for bay in bays):
-                return _NOT_NOW
+        if isinstance(answer, Refusal) and answer.reason in _OUT_OF_SLICE and self._fits_the_whole(demand):
+            return _NOT_NOW
         return answer
+
+    def allows(self, grant: Grant, sequences: int, blocks: int) -> bool:
+        """Whether a provisional grant is inside the part in force, beside what this replica holds already."""
+        bay = self._topology.bay(grant.backend)
+        if not bay.open or not grant.mask:
+            return False
+        envelope, shape = bay.occupancy.envelope, grant.shape
+        if sequences + shape.sequences > envelope.cap(grant.mask):
+            return False
+        return envelope.budget_blocks is None or blocks + grant.blocks <= envelope.budget_blocks
+
+    def _fits_the_whole(self, demand: Demand) -> bool:
+        bays = map(self._topology.bay, demand.backends) if self._part_of is not None else ()
+        return any(bay.whole is not None and bay.whole.envelope.place(demand.shape) for bay in bays)
+
+    def _trigger(self, route: Route, demand: Demand, refusal: Refusal) -> None:
+        if not self._fits_the_whole(demand):  # else it is the loss that refuses, and no measurement would help
+            super()._trigger(route, demand, refusal)
 
     # With agreement
 
@@ -164,11 +194,25 @@ class SharedController(Controller):
         return any(pool.waiting for pool in self._topology.pools_of(bay))
 
 
-def divided(gate: Open, replicas: int) -> Open:
-    """The gate with every concurrency and the budget divided; boxes of which nothing is left are closed."""
-    if replicas <= 1:
+def divided(gate: Open, part: Part) -> Gate:
+    """The gate with one box of the envelope, the widest (of several the largest), and the part of its concurrency and of the
+    budget; closed where nothing is left. `gateway.apart` has the maths."""
+    boxes = gate.envelope.boxes
+    if part.replicas <= 1 or not boxes:
         return gate
-    envelope = gate.envelope
-    boxes = (box._replace(concurrency=box.concurrency // replicas) for box in envelope.boxes)
-    budget = None if envelope.kv_tokens is None else envelope.kv_tokens // replicas
-    return replace(gate, envelope=Envelope(tuple(box for box in boxes if box.concurrency), budget, envelope.block_size))
+    box = max(boxes, key=lambda each: (each.concurrency, each.input_max + each.output_max, len(each.features), each.record))
+    share = box.concurrency // part.replicas + (part.rank < box.concurrency % part.replicas)
+    tokens = None if gate.envelope.kv_tokens is None else gate.envelope.kv_tokens // part.replicas
+    if part.sequences is not None and part.blocks is not None:
+        share = min(share, part.sequences) if all(_inside(box, other) for other in boxes) else 0
+        tokens = None if tokens is None else min(tokens, part.blocks * gate.envelope.block_size)
+    if not share:
+        return Closed(_NOT_NOW)
+    return replace(gate, envelope=Envelope((box._replace(concurrency=share),), tokens, gate.envelope.block_size))
+
+
+def _inside(box: Box, other: Box) -> bool:
+    """Whether every shape of `box` is one of `other`."""
+    inputs = other.input_min <= box.input_min and box.input_max <= other.input_max
+    outputs = other.output_min <= box.output_min and box.output_max <= other.output_max
+    return box.task == other.task and box.features <= other.features and inputs and outputs

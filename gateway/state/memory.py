@@ -68,10 +68,12 @@ class MemoryState:
         self.clock, self.lease_s = clock, lease_s
         self.berths: dict[str, Berth] = {}
         self.wakes: dict[str, Wake] = {}
+        self.present: dict[str, float] = {}  # and until when
 
     def flush(self) -> None:
         """Forget everything, as a store without persistence does."""
         self.berths.clear()
+        self.present.clear()
 
     def berth(self, backend: str) -> Berth:
         """A backend's leases, made on first use."""
@@ -158,6 +160,14 @@ class MemoryLeases:
         berth, now = self._begin(backend)
         berth.strange = now + STRANGE_S if any(owner not in berth.owners for owner in owners) else 0.0
         return _done(Answer(Verdict.OK, _NOTHING))
+
+    def present(self, *, leaving: bool = False) -> asyncio.Future[tuple[str, ...]]:
+        now, there = self._state.clock(), self._state.present
+        there[self.owner] = now if leaving else now + self._state.lease_s
+        self._state.present = {name: until for name, until in there.items() if until > now}
+        future: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+        future.set_result(tuple(sorted(self._state.present)))
+        return future
 
     def withdraw(self, backend: str) -> asyncio.Future[Answer]:
         return self._release(backend, self.owner)

@@ -25,6 +25,14 @@ LAYOUT = "v1"
 _SOURCE = files("gateway.state").joinpath("leases.lua").read_bytes()
 FUNCTION = f"plimsoll_{LAYOUT}_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"  # two versions of the rules are two libraries
 LIBRARY = f"#!lua name={FUNCTION}\n".encode() + _SOURCE.replace(b"FUNCTION_NAME", FUNCTION.encode())
+_PRESENT = b"""
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return redis.call('ZRANGE', KEYS[1], 0, -1)
+"""
 _KEPT_S = 120.0  # keys outlive the longest execution by so much
 
 
@@ -108,6 +116,24 @@ class RedisLeases:
 
     def strange(self, backend: str, owners: list[str]) -> asyncio.Future[Answer]:
         return self._call(backend, "strange", orjson.dumps(owners))
+
+    def present(self, *, leaving: bool = False) -> asyncio.Future[tuple[str, ...]]:
+        self.operations += 1
+        names: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+        key = f"plimsoll:{{{LAYOUT}:{self._namespace}}}:replicas"
+        words = (self.owner, "0" if leaving else str(self._lease_ms), str(4 * self._lease_ms))
+
+        def done(sent: asyncio.Future[Any]) -> None:
+            if names.done():
+                return
+            if sent.exception() is None:
+                names.set_result(tuple(name.decode() for name in sent.result()))
+            else:
+                names.set_exception(StateLost(str(sent.exception())))
+                names.exception()  # whoever asked may have left: then nobody reads it
+
+        self.link.send("EVAL", _PRESENT, "1", key, *words).add_done_callback(done)
+        return names
 
     def withdraw(self, backend: str) -> asyncio.Future[Answer]:
         return self._call(backend, "withdraw")

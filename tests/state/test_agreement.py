@@ -7,16 +7,15 @@ import time
 
 import pytest
 
+from gateway.apart import SETTLE_AFTER_S
 from gateway.errors import Reason, Refused
-from gateway.flow.demand import Open
-from gateway.flow.envelope import Box, Envelope
 from gateway.flow.grant import Grant
-from gateway.flow.shape import NO_FEATURES
-from gateway.flow.shared import divided
 from gateway.flow.waiting import Waiting
+from gateway.forward.watch import Counted
+from gateway.replicas import TICK_S
 from gateway.state.leases import Answer, Ask, StateLost
 from gateway.state.memory import MemoryLeases, MemoryState
-from tests.state.test_case_37_clocks import GATE, Clock, Site
+from tests.state.test_case_37_clocks import Clock, Site
 
 
 class Slow(MemoryLeases):
@@ -150,22 +149,32 @@ async def test_without_the_state_nothing_is_admitted_and_nobody_is_blamed() -> N
 
 
 async def test_a_share_of_the_limit_while_the_state_is_away() -> None:
+    """What was agreed goes on where it was; the rest of a share is taken when the backend says that nothing else runs."""
     async with Two(share=True) as two:
-        (await two.a.admit()).settle(two.a.clock())
-        (await two.b.admit()).settle(two.b.clock())
-        await two.a.replicas._beat(two.a.replicas.mooring("b"), GATE.envelope)  # both know of each other
-        await two.b.replicas._beat(two.b.replicas.mooring("b"), GATE.envelope)
+        for site in (two.a, two.b):
+            await until(lambda: site.replicas._present == ("A", "B"))  # noqa: B023
+        held = [await two.a.admit() for _ in range(6)]
+        assert all(grant.may_dispatch(two.a.clock()) for grant in held)
         for store, site in zip(two.stores.values(), (two.a, two.b), strict=True):
             store.cut = True
             site.replicas.lost("cut")
         assert two.a.degraded and two.b.degraded
-        alone = [await site.admit() for site in (two.a, two.b) for _ in range(4)]
-        assert all(grant.may_dispatch(two.a.clock()) for grant in alone)
-        fifth = asyncio.create_task(two.a.admit(wait_s=0.05))
-        await asyncio.sleep(0.06)
-        two.a.controller.sweep(two.a.clock())
+        with pytest.raises(Refused) as refused:
+            await two.b.admit()  # it held nothing, and does not know what the other holds
+        assert refused.value.refusal.reason is Reason.BACKEND_UNAVAILABLE
+        await over_the_share(two.a)  # six of four
+        for grant in held[:3]:
+            grant.settle(two.a.clock())
+        held.append(await two.a.admit())
+        two.b.counted = Counted(two.b.clock() + SETTLE_AFTER_S + 1, {"A": 1})
+        await asyncio.sleep(3 * TICK_S)
         with pytest.raises(Refused):
-            await fifth
+            await two.b.admit()
+        two.b.counted = Counted(two.b.clock() + SETTLE_AFTER_S + 2, {})
+        await until(lambda: bool(two.b.controller.envelope("b")) and two.b.controller.has_open(("b",)))
+        alone = [await two.b.admit() for _ in range(4)]
+        assert all(grant.may_dispatch(two.b.clock()) for grant in alone)
+        await over_the_share(two.b)
         for store, site in zip(two.stores.values(), (two.a, two.b), strict=True):
             store.cut = False
             store.reconnect()
@@ -173,11 +182,37 @@ async def test_a_share_of_the_limit_while_the_state_is_away() -> None:
         await until(lambda: two.leases == 8)  # what was sent without agreement is said afterwards
 
 
-def test_a_share_leaves_out_what_nothing_is_left_of() -> None:
-    boxes = (Box("generate", NO_FEATURES, 1, 100, 1, 100, 8, "r"), Box("generate", NO_FEATURES, 1, 1000, 1, 1000, 2, "r"))
-    gate = divided(Open(Envelope(boxes, 4096), "h"), 3)
-    assert [(box.input_max, box.concurrency) for box in gate.envelope.boxes] == [(100, 2)]
-    assert gate.envelope.kv_tokens == 1365
+async def over_the_share(site: Site) -> None:
+    """One more than the share waits, and is refused in time."""
+    more = asyncio.create_task(site.admit(wait_s=0.05))
+    await asyncio.sleep(0.06)
+    site.controller.sweep(site.clock())
+    with pytest.raises(Refused):
+        await more
+
+
+async def test_who_was_being_asked_for_when_the_state_went_waits_for_its_share() -> None:
+    """Provisional grants were agreed with nobody: only those that fit the share go."""
+    async with Two(share=True) as two:
+        await until(lambda: two.a.replicas._present == ("A", "B"))
+        (await two.a.admit()).settle(two.a.clock())
+        store = two.stores["A"]
+        sent = [await two.a.admit() for _ in range(2)]
+        store.held_back = []
+        asked = [asyncio.create_task(two.a.admit()) for _ in range(6)]
+        await until(lambda: len(store.held_back or ()) == 6)
+        store.cut = True
+        two.a.replicas.lost("cut")
+        for later, _ in store.held_back:
+            later.set_exception(StateLost("cut"))
+        store.held_back = None
+        await asyncio.sleep(3 * TICK_S)
+        assert not any(each.done() and each.exception() is None for each in asked)  # two were agreed, and two are running
+        sent.pop().settle(two.a.clock())
+        await until(lambda: sum(each.done() for each in asked) == 1)
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_a_turn_of_the_aged_that_another_replica_took_is_waited_for_again() -> None:

@@ -18,6 +18,7 @@ from gateway.flow.envelope import Box, Envelope
 from gateway.flow.grant import Grant
 from gateway.flow.shape import NO_FEATURES, Shape
 from gateway.flow.shared import SharedController
+from gateway.forward.watch import Counted
 from gateway.replicas import Replicas
 from gateway.state.leases import LeaseStore
 from gateway.state.memory import MemoryLeases, MemoryState
@@ -45,8 +46,9 @@ class Site:
         self.clock = clock
         self.controller = SharedController(policy.Queue(), clock, lambda *_: None)
         self.degraded = True
+        self.counted: Counted | None = None  # by the backend
         self.replicas = Replicas(
-            self.controller, share=share, lease_s=lease_s, longest_s=lambda: 60.0, count_of=lambda _: None,
+            self.controller, share=share, lease_s=lease_s, longest_s=lambda: 60.0, count_of=lambda _: self.counted,
             on_degraded=lambda degraded: setattr(self, "degraded", degraded), clock=clock,
         )  # fmt: skip
         self.controller.set_backend("b", GATE)

@@ -232,6 +232,17 @@ async def test_strangers_at_the_backend_stop_all_granting(replicas: World) -> No
     assert (await b.acquire(ask())).verdict is GRANTED
 
 
+async def test_who_is_there_is_known_to_all_until_it_leaves_or_dies(replicas: World) -> None:
+    a, b, c = (replicas[name].store for name in "ABC")
+    for store in (a, b, c):
+        await store.present()
+    assert await a.present() == ("A", "B", "C")
+    await b.present(leaving=True)
+    assert await a.present() == ("A", "C")
+    await asyncio.sleep(LEASE_S + 0.05)
+    assert await c.present() == ("C",)
+
+
 async def test_leaving_gives_the_place_over(replicas: World) -> None:
     a, b = replicas["A"], replicas["B"]
     await a.takes(*(ask() for _ in range(8)))
