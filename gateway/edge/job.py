@@ -47,8 +47,8 @@ class Job:
 
     __slots__ = (
         "answered", "caller_due", "client", "demand", "dispatched", "exchange", "grant", "incoming", "keep_alive",
-        "limit_written", "model", "parsed", "path", "progress", "progress_at", "relay", "retried", "retries", "rules", "started", "task",
-        "tenant", "waiting",
+        "limit_written", "model", "parsed", "path", "progress", "progress_at", "relay", "retried", "retries", "rules", "started",
+        "task", "tenant", "waiting",
     )  # fmt: skip
 
     def __init__(

@@ -7,7 +7,7 @@ outnumber what lives; a push or a look costs O(log n). Talks to: `waiting`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -128,13 +128,22 @@ class Lane:
             heappop(heap)
         return None
 
-    def in_order(self, limit: int) -> Iterator[Share]:
-        """Up to `limit` shares by virtual time. The lane must not be changed while iterating."""
+    def search(self, limit: int, judge: Callable[[Waiting], bool | None]) -> Waiting | None:
+        """The first head, by virtual time and among up to `limit` shares, of which `judge` says True; None ends the search.
+
+        `judge` must not change the lane."""
         taken: list[tuple[float, int, int, Share]] = []
+        found: Waiting | None = None
         try:
             while len(taken) < limit and (share := self.lead()) is not None:
                 taken.append(heappop(self._heap))
-                yield share
+                head = share.head()
+                verdict = judge(head)
+                if verdict:
+                    found = head
+                if verdict is not False:
+                    break
         finally:
             for item in taken:
                 heappush(self._heap, item)
+        return found

@@ -166,14 +166,14 @@ class Level:
     def fitting(lanes: list[Lane], fits: Callable[[Waiting], bool]) -> Waiting | None:
         """Who is next by fair order in these lanes among those for whom `fits` holds."""
         best: Waiting | None = None
+
+        def judge(entry: Waiting) -> bool | None:
+            if best is not None and _rank(entry) >= _rank(best):
+                return None
+            return fits(entry)
+
         for lane in lanes:
-            for share in lane.in_order(LOOK_AHEAD):
-                entry = share.head()
-                if best is not None and _rank(entry) >= _rank(best):
-                    break
-                if fits(entry):
-                    best = entry
-                    break
+            best = lane.search(LOOK_AHEAD, judge) or best
         return best
 
     def overtaken(self, entry: Waiting, first: Waiting | None) -> None:

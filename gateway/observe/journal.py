@@ -38,10 +38,10 @@ class Journal:
         self._closing = False
         self._sink: Sink | None = None if path is None else FileSink(path)
         self._dropped = 0
-        self._thread: threading.Thread | None = None
+        self._writer: threading.Thread | None = None
         if self._sink is not None:
-            self._thread = threading.Thread(target=self._run, args=(self._sink,), name="journal", daemon=True)
-            self._thread.start()
+            self._writer = threading.Thread(target=self._run, args=(self._sink,), name="journal", daemon=True)
+            self._writer.start()
 
     @property
     def dropped(self) -> int:
@@ -81,10 +81,10 @@ class Journal:
         """Write out what is buffered; False when the sink did not take it in time (the process may end all the same)."""
         self._closing = True
         self._wake.set()
-        if self._thread is None:
+        if self._writer is None:
             return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._writer.join(timeout_s)
+        return not self._writer.is_alive()
 
     def _run(self, sink: Sink) -> None:
         while True:
