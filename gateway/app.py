@@ -23,6 +23,7 @@ from gateway.counting import Counting
 from gateway.credentials import backend_key
 from gateway.desk import Desk
 from gateway.edge.admin import admin_app
+from gateway.edge.count_pool import CountPool
 from gateway.edge.intake import Intake
 from gateway.edge.keys import FailureLimiter, KeyRing
 from gateway.edge.local import local_app
@@ -35,7 +36,6 @@ from gateway.edge.responses import Cors
 from gateway.edge.retry_budget import RetryBudget
 from gateway.edge.rules import PathRules
 from gateway.edge.shell import Rules
-from gateway.edge.tokens import CountPool
 from gateway.errors import Axis, PlimsollError
 from gateway.evidence.record import RecordError, load, record_id
 from gateway.evidence.signing import SignatureError, holds, read_signature

@@ -16,7 +16,8 @@ from typing import Any
 import orjson
 
 from gateway import policy as policies
-from gateway.edge.tokens import Counter, CountPool, NoCounter, TokenCounter, TokenizerUnusable
+from gateway.edge.count_pool import CountPool
+from gateway.edge.tokens import Counter, NoCounter, TokenCounter, TokenizerUnusable
 from gateway.evidence.identity import IdentityError
 from gateway.evidence.model_files import tokenizer_bundle
 from gateway.forward.watch import Watch

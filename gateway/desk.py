@@ -10,9 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gateway.edge import tokenize
+from gateway.edge.intake import THREAD_BYTES
 from gateway.edge.keys import KeyRing
 from gateway.edge.operations import BackendStatus, Changed, ModelCard, Question, QueueStatus, Status
 from gateway.edge.routes import Route
@@ -86,7 +88,8 @@ class Desk:
         found = self._app.rules.tenants.get(tenant)
         if found is None:
             return Refusal(Reason.MODEL_NOT_FOUND, "There is no such model.")
-        question = tokenize.read(route, content_type, body, found.lookup)
+        read = partial(tokenize.read, route, content_type, body, found.lookup)
+        question = await asyncio.to_thread(read) if len(body) > THREAD_BYTES else read()
         if isinstance(question, Refusal):
             return question
         counter = self._app.fleet.counter(question.rules.name)
@@ -95,7 +98,7 @@ class Desk:
         length = self._app.fleet.max_model_len(question.rules.name)
         deadline = asyncio.get_running_loop().time() + COUNT_S
         try:
-            return await self._app.pool.run(lambda: tokenize.answer(question, counter, length), deadline)
+            return await self._app.pool.run(lambda: tokenize.answer(question, counter, length), deadline, len(body))
         except Refused as refused:
             return refused.refusal
 

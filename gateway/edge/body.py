@@ -33,6 +33,7 @@ CAPS: dict[Parser, tuple[str, ...]] = {
     "responses": ("max_output_tokens",),
     "messages": ("max_tokens",),
 }
+_WITH_N = frozenset({"chat", "completions"})
 WRITTEN_CAP: dict[Parser, str] = {
     "chat": "max_completion_tokens",
     "completions": "max_tokens",
@@ -164,7 +165,7 @@ def _json(route: Route, content_type: bytes | None, raw: bytes, lookup: Lookup) 
         rules,
         route.task or "generate",
         document.get("stream") is True,
-        size.sequences * (document.get("n") or 1),
+        size.sequences * (document.get("n") or 1 if parser in _WITH_N else 1),
         _cap(parser, document),
         asked,
         size,

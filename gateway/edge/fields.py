@@ -250,6 +250,19 @@ DROPPED: dict[Parser, dict[str, Check]] = {
 DROPPED_NAMES: dict[Parser, frozenset[str]] = {parser: frozenset(DROPPED.get(parser, ())) for parser in TABLE}
 
 
+# A field that some endpoint knows is held to what it means there, wherever a policy opens it. Parts of uploads mean their own.
+_ELSEWHERE: dict[str, Check] = {
+    name: check
+    for parser, table in reversed(TABLE.items())
+    for name, check in table.items()
+    if check is not anything and parser not in ("transcription", "translation")
+}
+
+
 def allowed(parser: Parser, extra: tuple[str, ...] = ()) -> Fields:
-    """The allow-list of one endpoint, with the names that the policy opens beyond it."""
-    return Fields({**DROPPED.get(parser, {}), **TABLE[parser]}).opened(extra)
+    """The allow-list of one endpoint, with the names that the policy opens beyond it: with any value where none is known."""
+    known = {**DROPPED.get(parser, {}), **TABLE[parser]}
+    for name in extra:
+        if name in _ELSEWHERE:
+            known.setdefault(name, _ELSEWHERE[name])
+    return Fields(known).opened(extra)

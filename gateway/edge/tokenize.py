@@ -82,7 +82,7 @@ def answer(question: Question, counter: TokenCounter, max_model_len: int | None)
     """The JSON of a 200, or why not."""
     try:
         if question.parser == "detokenize":
-            return {"prompt": counter.tokenizer.decode(question.document["tokens"], skip_special_tokens=False)}
+            return {"prompt": counter.decode(question.document["tokens"])}
         if question.parser == "count_tokens":
             count = len(counter.chat_ids("count_tokens", question.document))
             return {"input_tokens": count, "context_management": {"original_input_tokens": count}}

@@ -1,9 +1,10 @@
 """Counting input tokens: a bound first, which costs nothing; exactly, in a thread, only when the bound cannot decide.
 
-Owns: `TokenCounter` (one per tokenizer), the thread pool that all of them share, the cache of counts.
+Owns: `TokenCounter` (one per tokenizer) and its cache of counts.
 Promises: `bound` never says less than the server will count, or says that it does not know; `count` never runs on the
 event loop, ends by its deadline, and refuses what it cannot count. A count is cached by the digest of what is counted.
-Talks to: `bounds`, `templates`, `conversation`; the backend's /tokenize through an injected function.
+Talks to: `bounds`, `templates`, `conversation`, the `count_pool` that all counters share; the backend's /tokenize through an
+injected function.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, cast
 
 import orjson
 from tokenizers import Tokenizer
@@ -21,8 +21,10 @@ from tokenizers import Tokenizer
 from gateway.edge import bounds, corpus, prompts
 from gateway.edge.body import Parsed
 from gateway.edge.conversation import Conversation, Uncountable, build
+from gateway.edge.count_pool import CountPool, uncountable
+from gateway.edge.routes import Parser
 from gateway.edge.templates import ChatTemplate, TemplateRefused, TemplateUnusable
-from gateway.errors import Axis, PlimsollError, Reason, Refusal, Refused
+from gateway.errors import PlimsollError, Reason, Refusal, Refused
 
 MAX_COUNT_BYTES = 8 * 1024 * 1024  # text beyond this is not tokenized here
 MAX_REMOTE_BYTES = 32 * 1024
@@ -34,7 +36,6 @@ _PROMPT_FIELDS = frozenset({
 })  # fmt: skip
 _COUNTED = ("messages", "system", "input", "instructions", "prompt", "query", "add_generation_prompt", "add_special_tokens")
 _PAIRS = ("documents", "items", "queries", "text_1", "text_2", "data_1", "data_2")
-T = TypeVar("T")
 Fetch = Callable[[dict[str, Any]], Awaitable[list[int]]]
 
 
@@ -47,49 +48,6 @@ class Counter(Protocol):
 
     def bound(self, parsed: Parsed) -> tuple[int, int | None]: ...
     async def count(self, parsed: Parsed, deadline: float) -> int: ...
-
-
-class CountPool:
-    """A bounded thread pool. Threads cannot be killed: one whose deadline passed is counted as stuck until it ends."""
-
-    def __init__(self, workers: int = 2, waiting: int = 256) -> None:
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="count")
-        self._workers = workers
-        self._capacity = workers + waiting
-        self._pending = 0
-        self._overdue = 0
-
-    async def run(self, work: Callable[[], T], deadline: float) -> T:
-        """`work` in a thread, until `deadline` (loop time). Raises Refused when there is no room or no time."""
-        loop = asyncio.get_running_loop()
-        if self._pending >= self._capacity or self._overdue >= self._workers:
-            raise Refused(_busy())
-        future = self._executor.submit(work)
-        self._pending += 1
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended) if not loop.is_closed() else None)
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            self._note_overdue(future, loop)
-            raise Refused(_uncountable("The input could not be counted in time.")) from None
-
-    def _ended(self) -> None:
-        self._pending -= 1
-
-    def _note_overdue(self, future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-        if not future.running():
-            return
-        self._overdue += 1
-
-        def recovered(_: Future[Any]) -> None:
-            self._overdue -= 1
-
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(recovered, done) if not loop.is_closed() else None)
-
-    def close(self) -> None:
-        """Take no more work."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class TokenCounter:
@@ -174,7 +132,7 @@ class TokenCounter:
         if content.tokens:
             return content.tokens
         if content.bytes > MAX_COUNT_BYTES:
-            raise Refused(_uncountable(f"The text is larger than {MAX_COUNT_BYTES} bytes and is not counted."))
+            raise Refused(uncountable(f"The text is larger than {MAX_COUNT_BYTES} bytes and is not counted."))
         key = _digest(parsed)
         known = self._cache.get(key)
         if known is not None:
@@ -183,7 +141,7 @@ class TokenCounter:
         if self.mode == "remote" and self._fetch is not None:
             found = await self._count_remote(parsed, self._fetch, deadline)
         else:
-            found = await self._pool.run(lambda: self.count_now(parsed), deadline)
+            found = await self._pool.run(lambda: self.count_now(parsed), deadline, content.bytes)
         self._cache[key] = found
         if len(self._cache) > CACHE_ENTRIES:
             self._cache.popitem(last=False)
@@ -197,19 +155,19 @@ class TokenCounter:
         if parser in ("chat", "messages", "responses"):
             return len(self.chat_ids(parser, document)) + parsed.content.media_tokens
         if parser in ("rerank", "score"):
-            return max(len(self.tokenizer.encode(left, right).ids) for left, right in prompts.pairs(document))
+            return max(len(self.encode_ids(pair, specials=True)) for pair in prompts.pairs(document))
         specials = document.get("add_special_tokens", True)
-        return max(self._encode(text, specials) for text in _texts(document))
+        return max(self._encode(text, specials) for text in _texts(parser, document))
 
     def chat_ids(self, parser: Any, document: dict[str, Any]) -> list[int]:
         """Ids of a rendered conversation. Raises Refused."""
         if self.template is None:
-            raise Refused(_uncountable("The model has no chat template, so the input cannot be counted."))
+            raise Refused(uncountable("The model has no chat template, so the input cannot be counted."))
         try:
             made = build(parser, document, self.template.content_format, self.template.knows_developer)
             return self.rendered_ids(made, document.get("add_special_tokens", False))
         except Uncountable as error:
-            raise Refused(_uncountable(str(error))) from error
+            raise Refused(uncountable(str(error))) from error
 
     def rendered_ids(self, made: Conversation, specials: bool = False) -> list[int]:
         """Ids of a conversation. Raises Refused with the template's words when it will not render."""
@@ -220,12 +178,17 @@ class TokenCounter:
             raise Refused(Refusal(Reason.INVALID_BODY, f"The chat template refused: {error}", param="messages")) from error
         return self.encode_ids(text, specials)
 
-    def encode_ids(self, text: str, specials: bool) -> list[int]:
-        """Ids of one text. As a batch of one, which lets other threads run meanwhile."""
+    def encode_ids(self, text: str | tuple[str, str], specials: bool) -> list[int]:
+        """Ids of one text, or of a pair. As a batch of one, which lets other threads run meanwhile; `encode` does not."""
         try:
             return self.tokenizer.encode_batch_fast([text], add_special_tokens=specials)[0].ids
         except Exception as error:  # `tokenizers` raises nothing narrower
-            raise Refused(_uncountable("The model's tokenizer cannot encode this text.")) from error
+            raise Refused(uncountable("The model's tokenizer cannot encode this text.")) from error
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, special ones included. As a batch of one, for the same reason."""
+        text: str = self.tokenizer.decode_batch([ids], skip_special_tokens=False)[0]
+        return text
 
     def _encode(self, text: str, specials: bool = True) -> int:
         return len(self.encode_ids(text, specials))
@@ -260,19 +223,19 @@ class TokenCounter:
         """By the backend's /tokenize: small bodies, one at a time."""
         document = cast("dict[str, Any]", parsed.document)
         if parsed.content.bytes > MAX_REMOTE_BYTES or len(parsed.compact) > 2 * MAX_REMOTE_BYTES:
-            raise Refused(_uncountable(f"The text is larger than {MAX_REMOTE_BYTES} bytes and cannot be counted for this model."))
+            raise Refused(uncountable(f"The text is larger than {MAX_REMOTE_BYTES} bytes and cannot be counted for this model."))
         if parsed.route.parser == "chat":
             names = ("messages", "tools", "add_generation_prompt", "add_special_tokens", "chat_template_kwargs")
             bodies = [{name: document[name] for name in names if name in document}]
         elif parsed.route.parser in ("completions", "embeddings"):
-            bodies = [{"prompt": text} for text in _texts(document)]
+            bodies = [{"prompt": text} for text in _texts(parsed.route.parser, document)]
         else:
-            raise Refused(_uncountable("The input of this endpoint cannot be counted for this model."))
+            raise Refused(uncountable("The input of this endpoint cannot be counted for this model."))
         try:
             async with asyncio.timeout_at(deadline), self._turn:
                 return max([len(await fetch(body)) for body in bodies]) + parsed.content.media_tokens
         except TimeoutError:
-            raise Refused(_uncountable("The input could not be counted in time.")) from None
+            raise Refused(uncountable("The input could not be counted in time.")) from None
 
 
 class NoCounter:
@@ -286,21 +249,13 @@ class NoCounter:
         """The number of ids. Raises Refused for text."""
         if parsed.content.tokens:
             return parsed.content.tokens
-        raise Refused(_uncountable("No tokenizer is known for this model, so its input cannot be counted."))
+        raise Refused(uncountable("No tokenizer is known for this model, so its input cannot be counted."))
 
 
-def _texts(document: dict[str, Any]) -> list[str]:
+def _texts(parser: Parser, document: dict[str, Any]) -> list[str]:
     """The prompts of a checked completions or embeddings body that names none as ids."""
-    texts = document["prompt"] if "prompt" in document else document["input"]
+    texts = document["prompt" if parser == "completions" else "input"]
     return [texts] if isinstance(texts, str) else texts
-
-
-def _uncountable(message: str) -> Refusal:
-    return Refusal(Reason.OUT_OF_SLICE_INPUT, message, axis=Axis.INPUT)
-
-
-def _busy() -> Refusal:
-    return Refusal(Reason.QUEUE_FULL, "Too many inputs are waiting to be counted.", axis=Axis.CONCURRENCY, retry_after_s=1.0)
 
 
 def _digest(parsed: Parsed) -> bytes:

@@ -7,7 +7,7 @@ from gateway.edge import body, fields, routes
 from gateway.edge.content import Content
 from gateway.errors import Reason
 
-from .building import accepted, chat, parse, refused, rules
+from .building import accepted, chat, counter, parse, refused, rules
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -283,3 +283,15 @@ def test_every_check_of_the_table_survives_every_kind_of_value() -> None:
         for check in table.known.values():
             for value in values:
                 assert check(value) is None or isinstance(check(value), str)
+
+
+def test_a_field_that_is_opened_where_it_means_nothing_changes_no_size() -> None:
+    """What is opened for one endpoint of a model is opened for all of them: its checks go with it, and it is not read there."""
+    opened = ("n", "prompt", "chat_template_kwargs")
+    for wrong in (-1, "0", [], 10**6):
+        assert refused("/v1/embeddings", {"model": "tiny", "input": "x", "n": wrong}, allow_fields=opened).param == "n"
+    parsed = accepted("/v1/embeddings", {"model": "tiny", "input": "x", "n": 5, "prompt": False}, allow_fields=opened)
+    assert parsed.sequences == 1
+    assert counter().count_now(parsed) == 1
+    found = refused("/v1/responses", {"model": "tiny", "input": "x", "chat_template_kwargs": [1]}, allow_fields=opened)
+    assert found.param == "chat_template_kwargs"

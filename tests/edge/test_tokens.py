@@ -98,6 +98,35 @@ async def test_stuck_threads_never_block_the_callers_and_are_forgiven() -> None:
     pool.close()
 
 
+async def test_long_texts_never_stand_before_short_ones() -> None:
+    pool = tokens.CountPool(workers=1)
+    release = threading.Event()
+    long = [asyncio.create_task(pool.run(lambda: release.wait(30), soon(), size=10**6)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert await pool.run(lambda: 3, soon(), size=10) == 3
+    assert pool.pending == 3 and not any(task.done() for task in long)
+    release.set()
+    assert await asyncio.gather(*long) == [True] * 3
+    pool.close()
+
+
+@pytest.mark.parametrize("what", ["a text", "a pair", "ids"])
+async def test_others_run_while_something_long_is_read(what: str) -> None:
+    """The tokenizer holds on to the interpreter in some of its methods: not in those that are used here."""
+    made, text, turns = counter(), "ab " * 300_000, 0
+    pair = accepted("/v1/score", {"model": "tiny", "text_1": text, "text_2": text})
+    work = {
+        "a text": lambda: made.encode_ids(text, True), "a pair": lambda: made.count_now(pair),
+        "ids": lambda: made.decode([70] * 1_000_000),
+    }[what]  # fmt: skip
+    task = asyncio.create_task(asyncio.to_thread(work))
+    while not task.done():
+        await asyncio.sleep(0.002)
+        turns += 1
+    assert await task
+    assert turns > 5, "the loop stood still"
+
+
 async def test_a_cancelled_caller_leaves_nothing_behind() -> None:
     pool = tokens.CountPool(workers=1, waiting=0)
     for _ in range(20):
@@ -106,7 +135,7 @@ async def test_a_cancelled_caller_leaves_nothing_behind() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while pool._pending:
+        while pool.pending:
             await asyncio.sleep(0.001)
     assert await pool.run(lambda: 5, soon()) == 5
 
