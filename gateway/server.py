@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -27,6 +28,7 @@ from gateway.errors import PlimsollError
 log = logging.getLogger("plimsoll")
 
 BACKLOG = 4096
+SPARE_FILES = 4096  # for connections to backends, records, logs
 
 
 class ListenError(PlimsollError):
@@ -46,6 +48,7 @@ async def run(policy_file: Path, *, ready: asyncio.Event | None = None) -> int:
     policy = await asyncio.to_thread(policies.load, policy_file)
     if policy.server.tls is not None:
         await asyncio.to_thread(check_tls, policy.server.tls)
+    allow_files(policy.server.max_connections)
     public = bind(policy.server.listen)
     private = bind(policy.server.admin_listen) if policy.server.admin_listen is not None else None
     app = App(policy, policy_file)
@@ -90,6 +93,19 @@ def bind(address: str) -> socket.socket:
         raise ListenError(f"cannot listen on {address}: {error.strerror or error}") from error
     sock.set_inheritable(True)
     return sock
+
+
+def allow_files(connections: int) -> None:
+    """Have the kernel allow that many clients and what we need beside them, as far as it lets us.
+
+    Else idle strangers could use up the files that backends need long before `max_connections` refuses them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = connections + SPARE_FILES if hard == resource.RLIM_INFINITY else min(connections + SPARE_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < connections:
+        log.warning("only %d files may be open, fewer than server.max_connections (%d): raise LimitNOFILE", most, connections)
 
 
 def check_tls(tls: policies.ServerTLS) -> None:

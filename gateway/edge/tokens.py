@@ -141,7 +141,7 @@ class TokenCounter:
         if self.mode == "remote" and self._fetch is not None:
             found = await self._count_remote(parsed, self._fetch, deadline)
         else:
-            found = await self._pool.run(lambda: self.count_now(parsed), deadline, content.bytes)
+            found = await self._pool.run(lambda: self.count_now(parsed), deadline, len(parsed.compact))
         self._cache[key] = found
         if len(self._cache) > CACHE_ENTRIES:
             self._cache.popitem(last=False)
@@ -155,7 +155,10 @@ class TokenCounter:
         if parser in ("chat", "messages", "responses"):
             return len(self.chat_ids(parser, document)) + parsed.content.media_tokens
         if parser in ("rerank", "score"):
-            return max(len(self.encode_ids(pair, specials=True)) for pair in prompts.pairs(document))
+            pairs = prompts.pairs(document)
+            # Each text once: the two of a pair are encoded apart from each other, and one may stand in all pairs.
+            sizes = {text: self._encode(text, specials=False) for text in {text for pair in pairs for text in pair}}
+            return max(sizes[left] + sizes[right] for left, right in pairs) + self._pair
         specials = document.get("add_special_tokens", True)
         return max(self._encode(text, specials) for text in _texts(parser, document))
 
@@ -178,8 +181,8 @@ class TokenCounter:
             raise Refused(Refusal(Reason.INVALID_BODY, f"The chat template refused: {error}", param="messages")) from error
         return self.encode_ids(text, specials)
 
-    def encode_ids(self, text: str | tuple[str, str], specials: bool) -> list[int]:
-        """Ids of one text, or of a pair. As a batch of one, which lets other threads run meanwhile; `encode` does not."""
+    def encode_ids(self, text: str, specials: bool) -> list[int]:
+        """Ids of one text. As a batch of one, which lets other threads run meanwhile; `encode` does not."""
         try:
             return self.tokenizer.encode_batch_fast([text], add_special_tokens=specials)[0].ids
         except Exception as error:  # `tokenizers` raises nothing narrower

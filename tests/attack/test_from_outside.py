@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import resource
 import time
 
 import pytest
@@ -13,8 +15,9 @@ from typer.testing import CliRunner
 from gateway.edge.keys_command import app as keys_app
 from tests.edge_local.issuer import by_hand, claims, public_pem, token
 from tests.support.client import post, wire, within
-from tests.support.gateway import KEYS
+from tests.support.gateway import KEYS, Backend, GatewayProcess
 from tests.support.raw import dial, request, say, stranger
+from tests.support.upstream import ScriptedUpstream
 
 OTHER = KEYS["other"]
 PATHS = [
@@ -152,6 +155,26 @@ async def test_what_belongs_to_no_body_has_a_bound_too(fort, framing):
             pass
         assert sent < 32_000_000, "it is read without end"
     assert fort.gateway.rss_kb() - before < 20_000
+
+
+async def test_many_who_only_connect_leave_files_for_the_backends(tmp_path):
+    """Started where only 256 files may be open unless it asks for more, as many shells have it (1,024 there)."""
+    upstream = ScriptedUpstream()
+    await upstream.start()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft_before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gateway = GatewayProcess(tmp_path, {"a": Backend(upstream, 8)})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        await gateway.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, soft_before)
+    strangers = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(400)]
+    assert (await say(gateway.port, post(model="a"))).status == 200
+    for _, writer in strangers:
+        writer.transport.abort()
+    assert await gateway.stop() == 0
+    await upstream.stop()
 
 
 async def test_a_body_in_tiny_pieces_costs_no_more_than_its_size(fort):

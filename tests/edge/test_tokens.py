@@ -10,7 +10,7 @@ from gateway.edge.routes import ROUTES
 from gateway.errors import Reason, Refusal, Refused
 from gateway.policy import MediaRules
 
-from .building import PARTS_TEMPLATE, accepted, chat, counter, payload, rules
+from .building import KINDS, PARTS_TEMPLATE, accepted, chat, counter, payload, rules
 
 
 def soon(seconds: float = 20) -> float:
@@ -125,6 +125,24 @@ async def test_others_run_while_something_long_is_read(what: str) -> None:
         turns += 1
     assert await task
     assert turns > 5, "the loop stood still"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_are_counted_as_the_tokenizer_counts_them_but_each_text_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, seen = counter(kind), 0
+    query, documents = " a ship,  naïve ", ["", " ", "b", "the line was above\n", "</s>x", "e\u0301 👍🏽", "the line was above\n"]
+    parsed = accepted("/v1/rerank", {"model": "tiny", "query": query, "documents": documents * 100})
+    expected = max(len(made.tokenizer.encode(query, document).ids) for document in documents)
+    encode = made._encode
+
+    def counted(text: str, specials: bool = True) -> int:
+        nonlocal seen
+        seen += 1
+        return encode(text, specials)
+
+    monkeypatch.setattr(made, "_encode", counted)
+    assert made.count_now(parsed) == expected
+    assert seen == 7, "one query in 700 pairs is read once"
 
 
 async def test_a_cancelled_caller_leaves_nothing_behind() -> None:
