@@ -46,6 +46,13 @@ def text_of(got) -> str:
     return got.json()["choices"][0]["message"]["content"].rstrip(".")
 
 
+async def put(gateway, document: dict) -> None:
+    """Have this policy in force when it returns, whatever the watch over the file does meanwhile."""
+    gateway.write(document)
+    got = await say(gateway.admin_port, request("POST", "/admin/reload", key=KEYS["operator"]))
+    assert got.status == 200, got
+
+
 async def warm(client, raw: bytes, times: int = 3) -> None:
     """Have these bytes known to the connection."""
     for _ in range(times):
@@ -196,7 +203,7 @@ async def test_a_key_ends_at_its_time_on_a_connection_that_is_open(echoing):
     ends = time.time() + 2
     moment = dt.datetime.fromtimestamp(ends, dt.UTC).isoformat()
     document["keys"].append({"id": "spare", "hash": hash_of(SPARE), "role": "client", "tenant": "acme", "expires": moment})
-    await gateway.reload_document(document)
+    await put(gateway, document)
     raw, served = chat("known", key=SPARE), 0
     async with dial(echoing.port) as client:
         while True:
@@ -209,14 +216,14 @@ async def test_a_key_ends_at_its_time_on_a_connection_that_is_open(echoing):
             served += 1
         assert time.time() >= ends and served > 3
         assert await client.closed() == b""
-    await gateway.reload_document(gateway.policy())
+    await put(gateway, gateway.policy())
 
 
 async def test_a_token_ends_at_its_time_on_a_connection_that_is_open(echoing):
     gateway = echoing.gateway
     document = copy.deepcopy(gateway.policy())
     document["oidc"]["leeway_s"] = 0
-    await gateway.reload_document(document)
+    await put(gateway, document)
     ends = int(time.time()) + 2
     raw, served = chat("known", key=token(now=time.time(), exp=ends).decode()), 0
     async with dial(echoing.port) as client:
@@ -229,7 +236,7 @@ async def test_a_token_ends_at_its_time_on_a_connection_that_is_open(echoing):
             assert got.status == 200 and asked < ends, "served after its end"
             served += 1
         assert time.time() >= ends and served > 3
-    await gateway.reload_document(gateway.policy())
+    await put(gateway, gateway.policy())
 
 
 def changed(document: dict, what: str) -> dict:
@@ -267,21 +274,21 @@ async def test_a_new_policy_holds_for_the_next_request_of_an_open_connection(ech
     gateway = echoing.gateway
     document = copy.deepcopy(gateway.policy())
     document["keys"].append({"id": "spare", "hash": hash_of(SPARE), "role": "client", "tenant": "acme"})
-    await gateway.reload_document(document)
+    await put(gateway, document)
     raw = chat("known", key=SPARE)
     async with dial(echoing.port) as one, dial(echoing.port) as two:
         for client in (one, two):
             await warm(client, raw)
         await two.send(raw[:-1])  # its head is judged before the change: only what is looked up later may differ
         before = echoing.calls
-        await gateway.reload_document(changed(document, what))
+        await put(gateway, changed(document, what))
         await one.send(raw)
         got = await one.response()
         assert got.status == STALE[what], (what, got)
         assert echoing.calls == before
         await two.send(raw[-1:])
         assert (await two.response()).status in (200, STALE[what])
-    await gateway.reload_document(gateway.policy())
+    await put(gateway, gateway.policy())
     assert (await say(echoing.port, raw)).status == 401
 
 
@@ -290,12 +297,12 @@ async def test_a_quota_counts_each_request_of_an_open_connection(echoing):
     document = copy.deepcopy(gateway.policy())
     document["tenants"]["spare"] = {"requests_per_minute": 4}
     document["keys"].append({"id": "spare", "hash": hash_of(SPARE), "role": "client", "tenant": "spare"})
-    await gateway.reload_document(document)
+    await put(gateway, document)
     async with dial(echoing.port) as client:
         await client.send(chat("known", key=SPARE) * 10)
         statuses = [(await client.response()).status for _ in range(10)]
     assert statuses.count(200) in (4, 5) and set(statuses) == {200, 429}, statuses
-    await gateway.reload_document(gateway.policy())
+    await put(gateway, gateway.policy())
 
 
 async def test_a_deadline_is_counted_from_each_request(echoing):
