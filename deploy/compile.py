@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a request passes through. Not here: `edge.protocol`, whose class is made anew for each listener, and what runs per look.
+# What a request passes through.
 MODULES = {
-    "": ("counting", "errors", "ledgers"),
+    "": ("counting", "errors", "fleet", "ledgers"),
     "edge": (
-        "body", "checks", "content", "dispatch", "features", "incoming", "intake", "job", "keys", "path", "reader", "responses",
-        "retry_budget", "strict_json", "tokens",
+        "body", "checks", "content", "dispatch", "features", "incoming", "intake", "job", "keys", "path", "protocol", "reader",
+        "responses", "retry_budget", "strict_json", "tokens",
     ),
     "flow": (
         "bay", "breaker", "controller", "demand", "envelope", "grant", "lanes", "observed", "occupancy", "pool", "queue",

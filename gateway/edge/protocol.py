@@ -9,12 +9,17 @@ Talks to: a `Reader` (bytes to requests), a `Front` (the data path), and uvicorn
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import unquote
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from gateway.edge.incoming import Incoming, Known
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bounds", "Front", "PlimsollProtocol"]
 
+_LOG = logging.getLogger("uvicorn.error")
 MAX_PENDING_BYTES = 65_536  # of later requests, while one is worked on
 LINGER_S = 1.0  # how long bytes of a refused request are read and dropped, so that the client gets to read the answer
 LINGER_BYTES = 4_194_304
@@ -56,10 +62,11 @@ class Front(Store, Protocol):
     def disconnected(self, client: PlimsollProtocol) -> None: ...
 
 
-class PlimsollProtocol(HttpToolsProtocol):
-    """One client connection. `bound(front)` gives the class to pass to uvicorn."""
+class PlimsollProtocol:
+    """One client connection, as the event loop and uvicorn know a protocol. `bound(front)` is what uvicorn gets as `http=`.
 
-    front: ClassVar[Front]
+    A plain class, so that it can be compiled; the loop asks for the methods, not for a base.
+    """
 
     def __init__(
         self,
@@ -67,13 +74,22 @@ class PlimsollProtocol(HttpToolsProtocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        front: Front,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        self.front = front
+        self.loop = _loop or asyncio.get_running_loop()
+        self.client: tuple[str, int] | None = None
         self.known = Known()
         self.brake: Brake | None = None
         self.job: Job | None = None
         self.paused_at: float | None = None  # since when the client has not taken what was written
-        self._reader = Reader(self.front)
+        self._config = config
+        self._state = server_state
+        self._app_state = app_state
+        self._flow: FlowControl | None = None
+        self._cycle: RequestResponseCycle | None = None  # of a request that the ASGI app answers
+        self._reader = Reader(front)
         self._current: Incoming | None = None
         self._advancing = False
         self._pending = b""
@@ -82,10 +98,10 @@ class PlimsollProtocol(HttpToolsProtocol):
         self._linger_bytes = 0
         self._over = False
 
-    @classmethod
-    def bound(cls, front: Front) -> type[PlimsollProtocol]:
-        """A class of its own whose connections belong to `front`."""
-        return type("BoundProtocol", (cls,), {"front": front})
+    @staticmethod
+    def bound(front: Front) -> Callable[..., PlimsollProtocol]:
+        """What makes the connections of `front`."""
+        return partial(PlimsollProtocol, front=front)
 
     # What the data path uses
 
@@ -151,7 +167,10 @@ class PlimsollProtocol(HttpToolsProtocol):
     # The transport's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
+        self._state.connections.add(cast(Any, self))
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+        self._flow = FlowControl(self.transport)
+        self.client = get_remote_addr(self.transport)
         if not self.front.connected(self):
             self._refuse(Refusal(Reason.QUEUE_FULL, "There are too many connections.", retry_after_s=1.0))
 
@@ -167,23 +186,31 @@ class PlimsollProtocol(HttpToolsProtocol):
             self._reader.feed(data)
             self._advance()
 
-    def eof_received(self) -> None:
+    def eof_received(self) -> bool | None:
         self.leave()
+        return None  # the transport closes itself
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._over = True
         self.leave()
         self.front.disconnected(self)
-        super().connection_lost(exc)
+        self._state.connections.discard(cast(Any, self))
+        if self._cycle is not None:
+            self._cycle.disconnected = self._cycle.disconnected or not self._cycle.response_complete
+            self._cycle.message_event.set()
+        if self._flow is not None:
+            self._flow.resume_writing()
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        if self._flow is not None:
+            self._flow.pause_writing()
         self.paused_at = time.monotonic()
         if self.brake is not None:
             self.brake.pause()
 
     def resume_writing(self) -> None:
-        super().resume_writing()
+        if self._flow is not None:
+            self._flow.resume_writing()
         self.paused_at = None
         if self.brake is not None:
             self.brake.resume()
@@ -192,8 +219,8 @@ class PlimsollProtocol(HttpToolsProtocol):
         """uvicorn is ending: idle connections close now, others when their answer is whole."""
         if self._current is None:
             self.hang_up()
-        elif self.job is None:
-            super().shutdown()
+        elif self._cycle is not None:
+            self._cycle.keep_alive = False
 
     def leave(self) -> None:
         """The client has left: nothing is generated for nobody."""
@@ -250,33 +277,38 @@ class PlimsollProtocol(HttpToolsProtocol):
     def _begin_asgi(self, incoming: Incoming) -> None:
         """Hand a whole request to the ASGI app through uvicorn's own cycle."""
         path, _, query = incoming.target.partition(b"?")
-        self.scope = {
+        config, flow = self._config, self._flow
+        assert flow is not None
+        scope: dict[str, Any] = {
             "type": "http",
-            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "asgi": {"version": config.asgi_version, "spec_version": "2.3"},
             "http_version": "1.0" if incoming.http_1_0 else "1.1",
-            "server": self.server,
+            "server": get_local_addr(self.transport),
             "client": self.client,
-            "scheme": self.scheme or "http",
+            "scheme": "https" if is_ssl(self.transport) else "http",
             "method": incoming.method.decode("ascii"),
-            "root_path": self.root_path,
+            "root_path": config.root_path,
             "path": unquote(path.decode("latin-1")),
             "raw_path": path,
             "query_string": query,
             "headers": incoming.headers,
-            "state": self.app_state.copy(),
+            "state": self._app_state.copy(),
         }
-        self.cycle = RequestResponseCycle(
-            scope=self.scope, transport=self.transport, flow=self.flow, logger=self.logger, access_logger=self.access_logger,
-            access_log=False, default_headers=self.server_state.default_headers, message_event=asyncio.Event(),
+        cycle = self._cycle = RequestResponseCycle(
+            scope=cast(Any, scope), transport=self.transport, flow=flow, logger=_LOG, access_logger=_LOG,
+            access_log=False, default_headers=self._state.default_headers, message_event=asyncio.Event(),
             expect_100_continue=False, keep_alive=incoming.keep_alive and not incoming.http_1_0, on_response=self._asgi_done,
         )  # fmt: skip
-        self.cycle.body = bytearray(incoming.take_body())
-        self.cycle.more_body = False
-        self.cycle.message_event.set()
-        self._start_asgi_task(self.cycle, self.app)
+        cycle.body = bytearray(incoming.take_body())
+        cycle.more_body = False
+        cycle.message_event.set()
+        task = self.loop.create_task(cycle.run_asgi(config.loaded_app))
+        task.add_done_callback(self._state.tasks.discard)
+        self._state.tasks.add(task)
 
     def _asgi_done(self) -> None:
-        self.finished(keep_alive=self.cycle.keep_alive and not self.transport.is_closing())
+        cycle, self._cycle = self._cycle, None
+        self.finished(keep_alive=cycle is not None and cycle.keep_alive and not self.transport.is_closing())
 
     # Turning away
 

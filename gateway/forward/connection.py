@@ -70,8 +70,8 @@ class Owner(Protocol):
     def check_config(self, connection: Connection) -> None: ...
 
 
-class Connection(asyncio.Protocol):
-    """One connection. Parser callbacks only note what they saw; `data_received` then tells the sink."""
+class Connection:
+    """One connection, as the event loop knows a protocol. Parser callbacks only take notes; `data_received` then tells the sink."""
 
     __slots__ = (
         "_body",
@@ -163,6 +163,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
         self._owner.opened(self)
+
+    def pause_writing(self) -> None:
+        """One request is all that is ever written."""
 
     def resume_writing(self) -> None:
         self.written = True

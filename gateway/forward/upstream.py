@@ -15,6 +15,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from gateway.forward.connection import Connection, FailureKind, Headers, Sink, UpstreamFailure
 from gateway.forward.endpoint import Endpoint
@@ -131,11 +132,13 @@ class Upstream:
 
     async def _open(self) -> Connection:
         loop, endpoint = asyncio.get_running_loop(), self.endpoint
+        connection = Connection(self)
+        made: Any = lambda: connection  # noqa: E731  (a protocol to the loop, though not by its base)
         if endpoint.unix_path is not None:
-            _, connection = await loop.create_unix_connection(lambda: Connection(self), endpoint.unix_path)
+            await loop.create_unix_connection(made, endpoint.unix_path)
         else:
-            _, connection = await loop.create_connection(
-                lambda: Connection(self), endpoint.host, endpoint.port,
+            await loop.create_connection(
+                made, endpoint.host, endpoint.port,
                 ssl=endpoint.ssl, server_hostname=endpoint.server_name if endpoint.ssl else None,
             )  # fmt: skip
         if not connection.reusable:  # lost, or its pool retired, between being made and being handed to us
