@@ -1,7 +1,8 @@
 """Edits of the `keys` section of a policy file that leave everything else as the operator wrote it, comments included.
 
 Owns the text changes and the safe replacement of the file. Promises: the new text is checked as a whole policy before it
-replaces the old one, at once and with the old file's mode; a text that another edit has changed meanwhile is not overwritten.
+replaces the old one, at once and with the old file's owner and mode; a text that another edit has changed meanwhile is
+not overwritten.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ def replace(path: Path, old: str, new: str) -> None:
     try:
         if target.read_text(encoding="utf-8") != old:
             raise PolicyError(f"{path} has been changed by someone else meanwhile; nothing was written")
-        part.touch(mode=target.stat().st_mode & 0o777)
+        was = target.stat()
+        part.touch(mode=0o600)
         with part.open("w", encoding="utf-8") as file:
+            _as_before(file.fileno(), was)
             file.write(new)
             file.flush()
             os.fsync(file.fileno())
@@ -85,6 +88,14 @@ def replace(path: Path, old: str, new: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise PolicyError(f"{path}: cannot be written: {error}") from error
+
+
+def _as_before(file: int, was: os.stat_result) -> None:
+    """Owner, group and mode of the old file: root may be at work here, and the gateway must be able to read what it wrote."""
+    now = os.fstat(file)
+    if (now.st_uid, now.st_gid) != (was.st_uid, was.st_gid):
+        os.fchown(file, was.st_uid, was.st_gid)
+    os.fchmod(file, was.st_mode & 0o777)
 
 
 def _yaml() -> YAML:

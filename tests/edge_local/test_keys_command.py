@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -136,3 +137,16 @@ def test_what_is_no_policy_is_a_typed_error(path: Path, text: str) -> None:
 def test_a_policy_without_keys_gets_the_section() -> None:
     text = policy_edit.add_key("models: {}\n", policy_edit.key_line("x", "sha256:" + "0" * 64, "operator", None, None))
     assert text.splitlines() == ["models: {}", "keys:", f'  - {{id: x, hash: "sha256:{"0" * 64}", role: operator}}']
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_what_root_edits_stays_readable_for_the_gateway(path: Path) -> None:
+    """Else a revoked key would stay good: the gateway could not read that it is gone."""
+    os.chown(path, 65534, 65534)
+    path.chmod(0o600)
+    made = run.invoke(app, ["new", "--id", "acme-1", "--tenant", "acme", "--policy", str(path), "--write"])
+    assert made.exit_code == 0, made.output
+    assert run.invoke(app, ["rotate", "acme-1", "--policy", str(path)]).exit_code == 0
+    assert run.invoke(app, ["revoke", "acme-1", "--policy", str(path)]).exit_code == 0
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (65534, 65534, 0o600)
