@@ -71,7 +71,7 @@ class Owner(Protocol):
 
 
 class Connection:
-    """One connection, as the event loop knows a protocol. Parser callbacks only take notes; `data_received` then tells the sink."""
+    """One connection, as the event loop knows a protocol. Parser callbacks only take notes; `data_received` tells the sink."""
 
     __slots__ = (
         "_body",
