@@ -2,7 +2,8 @@
 
 Owns: turning bytes into one object and saying why not.
 Promises: a document returned by `read` has no duplicate key at any depth, no lone surrogate, no NaN, is at most
-254 levels deep, and `compact` is exactly what it means, so what was checked can be what is sent. Nothing is raised.
+254 levels deep, has a bounded number of lists and objects, and `compact` is exactly what it means, so what was checked can
+be what is sent. Nothing is raised.
 Talks to: orjson; the standard library's decoder for the one question that orjson does not answer.
 """
 
@@ -16,6 +17,8 @@ import orjson
 from gateway.errors import Reason, Refusal
 
 Document = dict[str, Any]
+FEW_BYTES = 262_144  # below, its size is bound enough
+MANY = 300_000  # brackets, and one more for each 64 bytes: a list or object costs up to 240 bytes, and holds up other threads
 
 
 class Read(NamedTuple):
@@ -43,6 +46,8 @@ def read(raw: bytes) -> Read | Refusal:
     dropped, unless a colon was written as an escape; only then are all keys compared one by one. Bodies that clients
     wrote compactly are equal to their compact form, which is the quickest proof.
     """
+    if len(raw) > FEW_BYTES and raw.count(b"[") + raw.count(b"{") > MANY + len(raw) // 64:
+        return invalid("The JSON holds too many lists and objects.")
     try:
         document = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -76,3 +76,14 @@ def test_duplicates_against_a_plain_model(pairs: list[tuple[str, object]], escap
     found = strict_json.read(raw)
     unique = len({k for k, _ in pairs}) == len(pairs)
     assert isinstance(found, strict_json.Read) == unique
+
+
+def test_more_lists_and_objects_than_text_has_brackets_are_not_read() -> None:
+    """A body of 20 MB of them stopped every other request for seconds while it was read, and took a gigabyte."""
+    for inner in (b"[],", b'{"":0},', b"[[[[]]]],"):
+        found = strict_json.read(b'{"a":[' + inner * (4_000_000 // len(inner)) + b"0]}")
+        assert isinstance(found, Refusal) and "too many" in found.message
+    code = json.dumps({"prompt": "for (i = 0; i < n; i++) { a[i] = {b: [c]}; }\n" * 40_000}).encode()
+    assert not isinstance(strict_json.read(code), Refusal)
+    ids = json.dumps({"prompt": [[7] * 40] * 20_000}).encode()
+    assert not isinstance(strict_json.read(ids), Refusal)
