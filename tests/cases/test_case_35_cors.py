@@ -103,3 +103,14 @@ async def test_what_follows_a_preflight_on_its_connection_is_answered(quay):
         assert (await client.response()).status == 204
         assert_envelope(await client.response(), 401)
     assert len(quay.calls) == 1
+
+
+async def test_the_operators_listener_answers_no_other_origin(quay):
+    """Pages of the origins that callers come from have no business there."""
+    for raw in (
+        request("OPTIONS", "/admin/reload", f"origin: {ORIGIN}", "access-control-request-method: POST"),
+        request("GET", "/admin/status", f"origin: {ORIGIN}", key=KEYS["operator"]),
+    ):
+        got = await say(quay.admin_port, raw)
+        assert got.status == (401 if raw.startswith(b"OPTIONS") else 200)
+        assert not [name for name in got.fields if name.startswith("access-control-")], got.fields
