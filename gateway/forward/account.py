@@ -37,8 +37,10 @@ def read_account(body: bytes) -> Account:
     if not isinstance(document, dict):
         return Account(None, None, False, None)
     error = document.get("error")
+    if not error:
+        return Account(*_tokens(document.get("usage")), False, None)
     code = error.get("code") if isinstance(error, dict) else None
-    return Account(*_tokens(document.get("usage")), bool(error), code)
+    return Account(*_tokens(document.get("usage")), True, code)
 
 
 def _lenient_json(body: bytes) -> bool:

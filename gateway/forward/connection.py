@@ -18,6 +18,7 @@ import httptools
 MAX_HEADER_BYTES = 65_536
 MAX_HEADERS = 200
 MAX_INTERIM = 8  # 1xx answers before the real one
+MAX_KNOWN_HEAD_BYTES = 2048
 # Above this size it is worth knowing whether the last byte left before the connection broke (see `Connection.written`).
 TRACKED_BODY_BYTES = 65_536
 
@@ -85,6 +86,10 @@ class Connection:
         "_headers",
         "_interim",
         "_keep_alive",
+        "_known_fields",
+        "_known_head",
+        "_known_headers",
+        "_known_size",
         "_owner",
         "_parser",
         "_paused",
@@ -107,6 +112,11 @@ class Connection:
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._paused = False
+        # The last answer that came whole in one read: its head as it was sent, what it said, and the size of all of it.
+        self._known_size = 0
+        self._known_head = b""
+        self._known_headers: Headers = []
+        self._known_fields: dict[bytes, bytes] = {}
         self.config: str | None = None  # the hash this connection was attested with
         self.idle_since = 0.0
         self.reusable = True
@@ -176,6 +186,9 @@ class Connection:
             self.abort()
             return
         self._fed = len(data)
+        if self._fed == self._known_size and not self._head_bytes and data.startswith(self._known_head) and not self._told_head:
+            self._repeated(sink, data)
+            return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -188,6 +201,8 @@ class Connection:
             if self._head_bytes > MAX_HEADER_BYTES:
                 self._fail(FailureKind.MALFORMED, "the response's headers are too large")
             return
+        if self._complete and not self._told_head and not self._head_bytes:
+            self._remember(data)
         if self._body or self._complete or not self._told_head:
             self._framing_bytes = 0
         else:
@@ -217,6 +232,30 @@ class Connection:
             sink.data(data)
         if self._complete and self._sink is sink:
             self._finish(sink)
+
+    def _repeated(self, sink: Sink, data: bytes) -> None:
+        """An answer whose head is, byte for byte, that of the last one, and which is as long: it needs no parser."""
+        self._status = 200
+        self._headers, self.fields = self._known_headers, self._known_fields
+        self._body = [data[len(self._known_head) :]]
+        self._head_done = self._keep_alive = self._complete = True
+        self._deliver(sink)
+
+    def _remember(self, data: bytes) -> None:
+        """An answer that came whole in one read: its head needs no parser the next time it looks the same."""
+        fields = self.fields
+        if len(self._body) != 1 or self._status != 200 or self._interim or self._excess or not self._keep_alive:
+            return
+        size = len(self._body[0])
+        head = data[: len(data) - size]
+        if (
+            len(head) <= MAX_KNOWN_HEAD_BYTES
+            and head.endswith(b"\r\n\r\n")
+            and fields.get(b"content-length") == b"%d" % size
+            and b"transfer-encoding" not in fields
+        ):
+            self._known_size, self._known_head = len(data), head
+            self._known_headers, self._known_fields = self._headers, fields
 
     def _finish(self, sink: Sink) -> None:
         keep = self.reusable and self.written and self._keep_alive and not self._excess

@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from gateway.errors import Outcome
+from gateway.errors import Outcome, Reason
 from gateway.observe.exchange import Exchange
 from gateway.observe.sink import FileSink, Sink
 
@@ -24,6 +24,9 @@ MAX_LINES = 20_000
 RECENT = 500
 _FLUSH_S = 0.1
 _TEXT_LIMIT = 300
+_KEPT = 1024
+_OK, _SERVED = Reason.OK, Outcome.SERVED
+K = TypeVar("K")
 
 
 class Journal:
@@ -32,6 +35,7 @@ class Journal:
     def __init__(self, path: str | None, *, max_lines: int = MAX_LINES, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
         self._max_lines = max_lines
+        self._plain = PlainLines()
         self._lines: deque[bytes] = deque()
         self._recent: deque[bytes] = deque(maxlen=RECENT)
         self._wake = threading.Event()
@@ -50,7 +54,8 @@ class Journal:
 
     def write(self, exchange: Exchange) -> None:
         """Take one ended request. Never blocks; the line reaches the sink within about 100 ms."""
-        line = _encode(_row(exchange, self._wall()))
+        wall = self._wall()
+        line = self._plain.line(exchange, wall) or _encode(_row(exchange, wall))
         if exchange.outcome is not Outcome.SERVED:
             self._recent.append(line)
         if self._sink is None:
@@ -100,6 +105,77 @@ class Journal:
         while self._lines:
             batch = [self._lines.popleft() for _ in range(min(len(self._lines), 500))]
             sink.write(batch)
+
+
+_PLAIN = (
+    b'{"time":"%b.%06dZ","request_id":"%b","client_request_id":%b,%b,"outcome":"served","reason":"ok","status":%d,'
+    b'"message":null,"stream":%b,%b,"asked_input":%d,"asked_output":%d,"sequences":%d,"input_tokens":%d,"output_tokens":%d,'
+    b'"usage_estimated":false,"queue_ms":%.3f,"ttft_ms":%.3f,"backend_ms":%.3f,"e2e_ms":%.3f,"attempts":%d,"events":%d,'
+    b'"bytes":%d,%b,"composition":%b}\n'
+)
+
+
+class PlainLines:
+    """The line of a request that was served as it should, by one format: the same document as `_row` at a third of its price.
+
+    What names the caller and the place comes from the policy, so that it is encoded once for each combination.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str | None, ...], bytes] = {}
+        self._peers: dict[str | None, bytes] = {}
+        self._kinds: dict[tuple[str, frozenset[str]], bytes] = {}
+        self._second = -1
+        self._second_text = b""
+
+    def line(self, x: Exchange, wall: float) -> bytes | None:
+        """The line, or None where `_row` has to be asked."""
+        shape, dispatched, first, last, ended = x.shape, x.dispatched_at, x.first_at, x.last_at, x.ended_at
+        found, written, composition = x.input_tokens, x.output_tokens, x.composition
+        if x.reason is not _OK or x.outcome is not _SERVED or x.usage_estimated or x.message is not None:
+            return None
+        if shape is None or dispatched is None or first is None or last is None or ended is None or composition is None:
+            return None
+        if found is None or written is None:
+            return None
+        total = ended - x.received_at
+        began = wall - total
+        second = int(began)
+        if second != self._second:
+            self._second = second
+            self._second_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)).encode()
+        names = (x.key_id, x.tenant, x.priority_class, x.route, x.model, x.backend, x.record)
+        named = self._names.get(names)
+        if named is None:
+            keys = ("key", "tenant", "class", "route", "model", "backend", "record")
+            named = _kept(self._names, names, _inner(dict(zip(keys, names, strict=True))))
+        kind = (shape.task, shape.features)
+        kinds = self._kinds.get(kind)
+        if kinds is None:
+            features = sorted(shape.features) if shape.features else None
+            kinds = _kept(self._kinds, kind, _inner({"task": shape.task, "features": features}))
+        peer = self._peers.get(x.peer)
+        if peer is None:
+            peer = _kept(self._peers, x.peer, _inner({"peer": x.peer}))
+        client = x.client_request_id
+        return _PLAIN % (
+            self._second_text, int((began - second) * 1e6), x.request_id.encode(),
+            b"null" if client is None else orjson.dumps(client), named, x.status, b"true" if x.stream else b"false", kinds,
+            shape.input_tokens, shape.output_tokens, shape.sequences, found, written, x.queue_s * 1e3, (first - dispatched) * 1e3,
+            (last - dispatched) * 1e3, total * 1e3, x.attempts, x.events, x.response_bytes, peer, orjson.dumps(composition),
+        )  # fmt: skip
+
+
+def _inner(fields: dict[str, Any]) -> bytes:
+    """The members of an object, without its braces."""
+    return orjson.dumps(fields)[1:-1]
+
+
+def _kept(cache: dict[K, bytes], key: K, value: bytes) -> bytes:
+    if len(cache) >= _KEPT:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 def _row(x: Exchange, wall: float) -> dict[str, Any]:

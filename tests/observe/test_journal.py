@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime as dt
 import fcntl
 import json
 import os
@@ -8,10 +9,14 @@ import sys
 import threading
 from pathlib import Path
 
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.errors import Outcome, Reason
-from gateway.observe.journal import Journal
+from gateway.flow.shape import Shape
+from gateway.observe.journal import Journal, PlainLines, _encode, _row
 from gateway.observe.sink import FileSink
 
 from .build import exchange
@@ -131,3 +136,44 @@ def _until(condition: object) -> None:
             return
         tick.wait(0.01)
     raise AssertionError("it never happened")
+
+
+@given(
+    client=st.one_of(st.none(), st.text("abcXYZ0189._:/+=@-", min_size=1, max_size=64)),
+    peer=st.one_of(st.none(), st.sampled_from(["127.0.0.1", "fe80::1%eth0", 'odd"\\'])),
+    name=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    features=st.frozensets(st.sampled_from(["logprobs", "media", "lora"])),
+    numbers=st.lists(st.integers(0, 2**53), min_size=5, max_size=5),
+    times=st.lists(st.floats(0, 1e5), min_size=4, max_size=4),
+    wall=st.floats(1e6, 4e9),
+    stream=st.booleans(),
+)
+def test_the_short_way_writes_the_same_document(client, peer, name, features, numbers, times, wall, stream) -> None:
+    asked, out, found, written, size = numbers
+    moments = [10 + sum(times[: n + 1]) for n in range(4)]
+    x = exchange(
+        client_request_id=client, peer=peer, tenant=name, model=name, shape=Shape("generate", features, asked, out, 3),
+        dispatched_at=moments[0], first_at=moments[1], last_at=moments[2], ended_at=moments[3], queue_s=times[0], stream=stream,
+        input_tokens=found, output_tokens=written, response_bytes=size, composition={f"decode:{name}:le1k": 2}, record="r",
+    )  # fmt: skip
+    short = PlainLines().line(x, wall)
+    assert short is not None
+    got, expected = orjson.loads(short), orjson.loads(_encode(_row(x, wall)))
+    assert list(got) == list(expected)
+    began = [dt.datetime.fromisoformat(row.pop("time")) for row in (got, expected)]
+    assert abs((began[0] - began[1]).total_seconds()) <= 1e-5
+    for each in ("queue_ms", "ttft_ms", "backend_ms", "e2e_ms"):
+        assert got.pop(each) == pytest.approx(expected.pop(each), abs=0.0011)
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"outcome": Outcome.REFUSED}, {"reason": Reason.QUEUE_FULL}, {"message": "m"}, {"usage_estimated": True}, {"shape": None},
+        {"dispatched_at": None}, {"first_at": None}, {"last_at": None}, {"input_tokens": None}, {"output_tokens": None},
+        {"composition": None},
+    ],
+)  # fmt: skip
+def test_the_short_way_leaves_the_unusual_alone(odd) -> None:
+    assert PlainLines().line(exchange(**{"composition": {}, **odd}), 1e9) is None
