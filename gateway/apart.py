@@ -4,8 +4,9 @@ Owns who was there when it was lost, and what this replica held then. The maths:
 box of the envelope, the same for all, and to C // R of its concurrency, the first C mod R of them (by name) to one more; so that
 together they never pass C, and whatever they run is inside that box. What was agreed before the loss may be elsewhere. Until it
 has ended at the others, this replica's total does not grow: at most what it held itself, so that all totals together stay at
-what was agreed. It has ended when the backend's own count, asked after the loss, has shown each of the others with nothing at
-all, for what a replica sends after that keeps to its share; or when the longest execution is over. Pure; time is an argument.
+what was agreed. What a replica sends without agreement bears another name at the backend; so it has ended when the backend's
+own count, asked after the loss, has shown each of the others with nothing under its plain name, or when the longest execution
+is over. Pure; time is an argument.
 Talks to: `replicas`.
 """
 
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from gateway.flow.shared import Part
 from gateway.forward.watch import Counted
 
-SETTLE_AFTER_S = 3.0  # what was granted before the loss has reached the backend, connecting included, or never will
+SETTLE_AFTER_S = 3.0  # all have noticed the loss by then, and call themselves by the other name
+APART = "~apart"  # behind a replica's name, at the backend, for what it sends without agreement
 
 
 class Apart:
@@ -29,7 +31,7 @@ class Apart:
         self._owner, self._held, self._since, self._ends_at = owner, dict(held), now, ends_at
         self._others = frozenset(everybody) - {owner}
         self._seen: dict[str, set[str]] = {}  # others, by backend, ...
-        self._quiet: dict[str, set[str]] = {}  # ... and those that had nothing there since
+        self._quiet: dict[str, set[str]] = {}  # ... and those that had nothing agreed there since
         self._settled: set[str] = set()
 
     def part(self, backend: str) -> Part:
@@ -48,7 +50,8 @@ class Apart:
         return False
 
     def _all_quiet(self, backend: str, counted: Counted) -> bool:
-        present = {name for name, requests in counted.by_gateway.items() if requests > 0} - {self._owner}
+        present = {name for name, requests in counted.by_gateway.items() if requests > 0 and not name.endswith(APART)}
+        present.discard(self._owner)
         others = self._seen.setdefault(backend, set(self._others))
         others |= present
         quiet = self._quiet.setdefault(backend, set())

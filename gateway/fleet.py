@@ -133,6 +133,11 @@ class Fleet:
         for name in list(self.berths):
             self.review(name)
 
+    def call_itself(self, instance: str) -> None:
+        """The name that requests bear at the backends from now on."""
+        for berth in self.berths.values():
+            berth.watch.upstream.call_itself(instance)
+
     def drain(self, name: str, drained: bool) -> None:
         """An operator takes a backend out, or puts it back."""
         self.berths[name].drained = drained

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from gateway.apart import Apart
+from gateway.apart import APART, Apart
 from gateway.flow.envelope import Envelope
 from gateway.flow.shared import SharedController
 from gateway.forward.watch import Counted
@@ -76,6 +76,13 @@ class Mooring:
         self._envelope: Envelope | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    def drop_unsent(self) -> None:
+        """Leases under which nothing was sent are void: the others may not count them any more."""
+        for lease in list(self.held.values()):
+            if not lease.sent:
+                lease.void = True
+                del self.held[lease.ask.lease]
+
     def load(self) -> tuple[int, int]:
         """(sequences, KV blocks) that this replica has leases for."""
         asks = [lease.ask for lease in self.held.values()]
@@ -112,7 +119,7 @@ class Mooring:
 
     def judge(self, counted: Counted) -> tuple[list[str], list[str]]:
         """By what the backend counts: the dead that have nothing there any more (once), and the strangers that have."""
-        present = {owner for owner, requests in counted.by_gateway.items() if requests > 0}
+        present = {name.removesuffix(APART) for name, requests in counted.by_gateway.items() if requests > 0}
         gone = [owner for owner, since in self.suspects.items() if counted.asked_at > since and owner not in present]
         for owner in gone:
             del self.suspects[owner]

@@ -222,10 +222,7 @@ class Replicas:
         if envelope is None:
             return True  # a closed gate: there is nothing to be asked for
         if not mooring.trusted(now):
-            for lease in list(mooring.held.values()):
-                if not lease.sent:
-                    lease.void = True
-                    del mooring.held[lease.ask.lease]
+            mooring.drop_unsent()
         mooring.generation += 1
         held = [lease.ask for lease in mooring.held.values()]
         return self._beaten(mooring, now, await self._try(self.store.beat(
@@ -333,9 +330,10 @@ class Replicas:
             return
         self._lost = why
         log.error("the shared state is lost (%s): %s", why, "going on with a share" if self._share else "nothing is admitted")
-        self._on_degraded(True)
         if self._share:
             now, moorings = self._clock(), self._moorings.values()
+            for mooring in moorings:
+                mooring.drop_unsent()
             known = frozenset().union(*(mooring.known for mooring in moorings))
             held = {mooring.name: mooring.load() for mooring in moorings}
             ends_at = now + self._asks.longest_s()
@@ -343,6 +341,7 @@ class Replicas:
             self.controller.divide(self.apart.part)
         else:
             self.controller.suspend()
+        self._on_degraded(True)
 
     async def _return(self) -> None:
         """Register everywhere, then admit again."""

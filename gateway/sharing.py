@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from gateway import policy as policies
+from gateway.apart import APART
 from gateway.breaker_hints import BreakerHints
 from gateway.evidence.record import dump
 from gateway.fleet import Berth, Fleet
@@ -88,6 +89,7 @@ class Sharing:
 
     def _set_degraded(self, degraded: bool) -> None:
         self.degraded = degraded
+        self._fleet().call_itself(self._store.owner + (APART if self._replicas.apart is not None else ""))
         if not degraded:
             self._share_at = 0.0  # what is there now may have forgotten everything
             self.ledger.forgotten()

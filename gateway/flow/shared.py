@@ -84,11 +84,9 @@ class SharedController(Controller):
         super().set_backend(name, gate)
 
     def decide(self, demand: Demand, now: float) -> Grant | Waiting | Refusal:
-        """As in the controller; what only a part of the limits is too small for may be tried again."""
+        """As in the controller, with the part of the limits that is in force."""
         answer = super().decide(demand, now)
-        if isinstance(answer, Refusal) and answer.reason in _OUT_OF_SLICE and self._fits_the_whole(demand):
-            return _NOT_NOW
-        return answer
+        return self._in_time(demand, answer) if isinstance(answer, Refusal) else answer
 
     def allows(self, grant: Grant, sequences: int, blocks: int) -> bool:
         """Whether a provisional grant is inside the part in force, beside what this replica holds already."""
@@ -103,6 +101,13 @@ class SharedController(Controller):
     def _fits_the_whole(self, demand: Demand) -> bool:
         bays = map(self._topology.bay, demand.backends) if self._part_of is not None else ()
         return any(bay.whole is not None and bay.whole.envelope.place(demand.shape) for bay in bays)
+
+    def _refuse(self, waiting: Waiting, refusal: Refusal) -> None:
+        super()._refuse(waiting, self._in_time(waiting.demand, refusal))
+
+    def _in_time(self, demand: Demand, refusal: Refusal) -> Refusal:
+        """What only a part of the limits is too small for may be tried again."""
+        return _NOT_NOW if refusal.reason in _OUT_OF_SLICE and self._fits_the_whole(demand) else refusal
 
     def _trigger(self, route: Route, demand: Demand, refusal: Refusal) -> None:
         if not self._fits_the_whole(demand):  # else it is the loss that refuses, and no measurement would help
@@ -150,7 +155,7 @@ class SharedController(Controller):
         if refusal is not None:
             self._quotas.undo(demand)
             self._trigger(route, demand, refusal)
-            return refusal
+            return self._in_time(demand, refusal)
         route.pool.add(waiting, now)
         self._backlog.add(waiting)
         return waiting

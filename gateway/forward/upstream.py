@@ -76,13 +76,18 @@ class Upstream:
         self._idle_s = idle_s
         self._max_idle = max_idle
         self._clock = clock
+        self._api_key = api_key
+        self.call_itself(instance)
+
+    def call_itself(self, instance: str) -> None:
+        """The name that requests bear from now on."""
         lines = [
-            b"host: " + endpoint.host_header,
+            b"host: " + self.endpoint.host_header,
             b"accept-encoding: identity",
             b"x-plimsoll-gateway: " + instance.encode("ascii"),
         ]
-        if api_key is not None:
-            lines.append(b"authorization: Bearer " + api_key)
+        if self._api_key is not None:
+            lines.append(b"authorization: Bearer " + self._api_key)
         self._constant = b" HTTP/1.1\r\n" + b"\r\n".join(lines) + b"\r\n"
 
     @property

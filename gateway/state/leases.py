@@ -177,8 +177,10 @@ class LeaseStore(Protocol):
         """Owners of what is in flight at the backend; unknown ones stop all granting for a while."""
 
     def present(self, *, leaving: bool = False) -> Future[tuple[str, ...]]:
-        """This replica is there, whether it uses any backend or not (or it leaves); the names of all that are. Kept alive as
-        by `beat`."""
+        """This replica is there, whether it uses any backend or not (or it leaves); the names of all that are, sorted.
+
+        Kept alive as by `beat`.
+        """
 
     def withdraw(self, backend: str) -> Future[Answer]:
         """This replica leaves, holding nothing."""

@@ -187,6 +187,8 @@ class Link(asyncio.Protocol):
             secure = None
             if options.get("connection_class") is not None:
                 secure = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
+                if options.get("ssl_certfile"):  # this replica's own, where Redis asks for one
+                    secure.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
             host, port = options.get("host", "localhost"), options.get("port", 6379)
             transport, _ = await loop.create_connection(lambda: self, host, port, ssl=secure)
         self._transport = transport

@@ -127,7 +127,7 @@ class RedisLeases:
             if names.done():
                 return
             if sent.exception() is None:
-                names.set_result(tuple(name.decode() for name in sent.result()))
+                names.set_result(tuple(sorted(name.decode() for name in sent.result())))
             else:
                 names.set_exception(StateLost(str(sent.exception())))
                 names.exception()  # whoever asked may have left: then nobody reads it

@@ -132,15 +132,26 @@ class CountingUpstream(ScriptedUpstream):
 
 
 class ReplicaProcess(AttestedGateway):
-    """One `plimsoll serve` of several: `url` is that of Redis."""
+    """One `plimsoll serve` of several: `url` is that of Redis. `set_clock` makes its wall clock wrong, also while it runs."""
 
     def __init__(self, folder: Path, upstream: CountingUpstream, url: str, *, lease_s: float = 1.0, degraded: str = "closed",
                  boxes: tuple[Box, ...] = (SMALL, LARGE), **sections: Any) -> None:  # fmt: skip
         sections = {"timeouts": {"queue_s": 30, "execution_s": 20}, **sections}
         state = {"url": url, "lease_s": lease_s, "degraded": degraded, "namespace": "test"}
+        folder.mkdir(parents=True, exist_ok=True)
         super().__init__(
             folder, {"a": upstream.url}, [record_from(upstream.identity, boxes)], {"tiny": ["a"]}, state=state, **sections
         )
+
+    def set_clock(self, wrong_by_s: float) -> None:
+        """Its time of day, and nothing else of it: libfaketime reads the file once a second. (Under it Python's time.sleep fails,
+        for want of an absolute sleep on the monotonic clock; the gateway never calls it while it serves.)"""
+        (self.folder / "clock").write_text(f"{wrong_by_s:+.0f}\n")
+        self.env |= {
+            "LD_PRELOAD": next(str(path) for path in Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")),
+            "FAKETIME_TIMESTAMP_FILE": str(self.folder / "clock"), "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1",
+        }  # fmt: skip
 
     def policy(self) -> dict[str, Any]:
         document = super().policy()

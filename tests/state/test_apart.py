@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway import policy
-from gateway.apart import SETTLE_AFTER_S, Apart
+from gateway.apart import APART, SETTLE_AFTER_S, Apart
 from gateway.errors import Reason, Refusal
 from gateway.flow.demand import Closed, Demand, Open
 from gateway.flow.envelope import Box, Envelope
@@ -43,6 +43,7 @@ class Site:
     controller: SharedController
     running: list[Grant] = field(default_factory=list)
     apart: Apart | None = None
+    agreed: set[Grant] = field(default_factory=set)
 
     def demand(self, shape: Shape) -> Demand:
         return Demand("m", ("b",), shape, "t", 1.0, "interactive", 0, 1e9)
@@ -88,6 +89,7 @@ def test_one_box_holds_whatever_all_of_them_run(envelope: Envelope, count: int, 
     names = [site.name for site in sites]
     for site in sites:
         load = (sum(g.shape.sequences for g in site.running), sum(g.blocks for g in site.running))
+        site.agreed = set(site.running)
         site.apart = Apart(names, site.name, {"b": load}, clock[0], clock[0] + 1e6)
         site.controller.divide(site.apart.part)
     for kind, which, size, sequences in after:
@@ -97,7 +99,9 @@ def test_one_box_holds_whatever_all_of_them_run(envelope: Envelope, count: int, 
             site.running.pop(0).settle(clock[0])
         elif kind == "count":
             assert site.apart is not None
-            if site.apart.look("b", Counted(clock[0], {each.name: len(each.running) for each in sites}), clock[0]):
+            counts = {each.name: len(set(each.running) & each.agreed) for each in sites}
+            counts |= {each.name + APART: len(set(each.running) - each.agreed) for each in sites}
+            if site.apart.look("b", Counted(clock[0], counts), clock[0]):
                 site.controller.divide(site.apart.part)
         elif envelope.place(shape):
             site.try_it(shape, clock[0])
@@ -121,7 +125,7 @@ def test_others_have_ended_when_each_was_seen_with_nothing_after_the_loss() -> N
     soon, later = 100.0 + SETTLE_AFTER_S / 2, 100.0 + SETTLE_AFTER_S
     assert not apart.look("b", Counted(soon, {"A": 2}), soon)  # what was granted may not have arrived yet
     assert not apart.look("b", Counted(later, {"A": 2, "B": 1, "X": 1}), later)
-    assert not apart.look("b", Counted(later + 1, {"A": 2, "C": 3, "X": 1}), later + 1)  # C had none a second ago
+    assert not apart.look("b", Counted(later + 1, {"A": 2, "B~apart": 2, "C": 3, "X": 1}), later + 1)  # C had none before
     assert not apart.look("b", None, later + 2)
     assert apart.look("b", Counted(later + 3, {"A": 2, "B": 3}), later + 3)  # and now X, of whom nobody had told, has ended
     assert apart.part("b") == Part(3, 0) and not apart.look("b", None, 800.0)
