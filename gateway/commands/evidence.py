@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from gateway import policy as policies
 from gateway.commands.output import NEGATIVE, AsJson, CommandError, KeyEnv, KeyFile, console, emit_json, table
@@ -23,6 +25,8 @@ from gateway.evidence.target import Target, TargetSlice
 from gateway.evidence.verdict import evaluate as judge
 from gateway.forward.endpoint import Endpoint
 from gateway.forward.watch import http_client
+from gateway.qualify.plan import Plan
+from gateway.qualify.settle import NoPlan, settling
 
 Backend = Annotated[str, typer.Option("--backend", help="URL of the vLLM server, for example http://127.0.0.1:8000.")]
 
@@ -82,6 +86,7 @@ def evaluate(
     input_: Annotated[int | None, typer.Option("--input", min=1, help="Target input, tokens per sequence.")] = None,
     output: Annotated[int | None, typer.Option("--output", min=0, help="Target output, tokens per sequence.")] = None,
     concurrency: Annotated[int | None, typer.Option("--concurrency", min=1, help="Target sequences at once.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="On DEFER, write here the measurement plan that would settle it.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Judge a record for a running backend and a target: eight fields, then the exit checklist. Exit 1 on DEFER."""
@@ -96,12 +101,33 @@ def evaluate(
         target = replace(target, slice=TargetSlice(input_ or 1, output or 0, concurrency or 1))
     seen, problem = _observed(rules.backends[chosen])
     verdict = judge(evidence, seen, target, dt.datetime.now(dt.UTC))
+    offer: dict[str, str] = {}
+    if plan is not None:
+        served = rules.models[model_name].upstream_model or model_name
+        offer = _offer(plan, lambda: settling(evidence, seen, target, verdict, served))
     if as_json:
-        emit_json({**verdict.fields, "details": verdict.details, "triggers": verdict.triggers, "backend_problem": problem})
+        told = {"details": verdict.details, "triggers": verdict.triggers, "backend_problem": problem}
+        emit_json({**verdict.fields, **told, **offer})
     else:
         print_verdict(evidence, verdict, f"record {record.name[:16]} for {model_name} on {chosen}", problem)
+        if plan is not None:
+            command = f"plimsoll qualify --backend {rules.backends[chosen].url} --plan {plan} --out {record.parent}"
+            text = f"wrote {plan}; measure it with: {command}" if "plan" in offer else f"no plan is written: {offer['no_plan']}"
+            console().print(text, markup=False, soft_wrap=True)
     if verdict.fields["final_decision"] == "DEFER":
         raise typer.Exit(NEGATIVE)
+
+
+def _offer(file: Path, made: Callable[[], Plan]) -> dict[str, str]:
+    """Write the plan that would settle a DEFER: {"plan": its file}, or {"no_plan": why there is none}. Raises CommandError."""
+    try:
+        text = yaml.safe_dump(made().model_dump(mode="json", by_alias=True, exclude_unset=True), sort_keys=False)
+        file.write_text(text, encoding="utf-8")
+    except NoPlan as reason:
+        return {"no_plan": str(reason)}
+    except OSError as error:
+        raise CommandError(f"{file}: {error.strerror}") from error
+    return {"plan": str(file)}
 
 
 def _observed(backend: policies.Backend) -> tuple[ObservedIdentity | None, str | None]:

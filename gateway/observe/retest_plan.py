@@ -13,8 +13,8 @@ from gateway.observe.demand import Group
 from gateway.observe.sizes import Sizes
 
 _DIMENSIONS = 4  # input, output, sequences, concurrency
-# A request field that brings the feature about, with the smallest value that does.
-_BODIES: dict[str, dict[str, Any]] = {
+# For each feature, a request field that brings it about, with the smallest value that does.
+FEATURE_BODIES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 1},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "penalties": {"presence_penalty": 0.1},
@@ -59,14 +59,14 @@ def plan(groups: Iterable[Group], share: float, model: str) -> dict[str, Any]:
     box = covering(groups, share)
     if box["task"] not in ("generate", "pool"):
         raise NoDemand(f"requests of task {box['task']} cannot be measured by a plan")
-    features = [name for name in box["features"] if name in _BODIES]
-    left_out = [name for name in box["features"] if name not in _BODIES and name != "lora"]
+    features = [name for name in box["features"] if name in FEATURE_BODIES]
+    left_out = [name for name in box["features"] if name not in FEATURE_BODIES and name != "lora"]
     cell: dict[str, Any] = {
         "task": box["task"],
         "features": ["lora"] if "lora" in box["features"] else [],
         "input_tokens": {"min": 1, "max": max(1, box["input"])},
         "concurrency": levels(box["concurrency"]),
-        "body": {key: value for name in features for key, value in _BODIES[name].items()},
+        "body": {key: value for name in features for key, value in FEATURE_BODIES[name].items()},
     }
     if box["task"] == "generate":
         cell["output_tokens"] = {"min": 1, "max": max(1, box["output"])}

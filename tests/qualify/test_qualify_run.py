@@ -71,25 +71,6 @@ async def test_the_record_passes_for_the_server_it_was_measured_on(tmp_path: Pat
     assert protocol.kv_cache_tokens == FAST.kv_cache_tokens
 
 
-async def test_another_configuration_defers_and_its_record_supersedes(tmp_path: Path) -> None:
-    """The transfer task: the same revision with a larger context and more at once needs evidence of its own."""
-    async with SimulatorServer(FAST) as sim:
-        before = await measure(sim, tmp_path, plan(cell={"concurrency": [4]}))
-        await sim.restart(max_model_len=8192, max_num_seqs=32)
-        target = Target.from_policy(TARGET)
-        verdict = evaluate(before.record, await observed(sim), target, NOW)
-        assert verdict.final_decision == "DEFER"
-        assert {"max_model_len", "batching_limits"} <= set(verdict.triggers)
-        after = await measure(sim, tmp_path, plan(cell={"concurrency": [8], "input_tokens": {"min": 1, "max": 96}}))
-        assert evaluate(after.record, await observed(sim), target, NOW).final_decision == "PASS"
-    assert after.record.identity.model_revision == before.record.identity.model_revision
-    superseded = after.record.supersedes
-    assert superseded is not None
-    assert superseded.record == before.record_id
-    assert "scheduler.max_num_seqs" in superseded.changed
-    assert superseded.rebuilt
-
-
 async def test_no_record_when_the_configuration_changes_in_the_middle(tmp_path: Path) -> None:
     async with SimulatorServer(FAST) as sim:
         quiet = Quiet()
