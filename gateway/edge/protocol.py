@@ -152,10 +152,9 @@ class PlimsollProtocol:
         if self._linger_until is not None:
             if now > self._linger_until:
                 self.cut()
-        elif self._over:
-            if self.paused_at is not None and now > self.paused_at + self.front.bounds.client_write_s:
-                self.cut()
-        elif self._current is not None:
+        elif self.paused_at is not None and now > self.paused_at + self.front.bounds.client_write_s:
+            self.cut()  # also where the next request is worked on: what is not read is held for nobody
+        elif self._over or self._current is not None:
             return
         elif self._reader.receiving is not None:
             limit = self.front.bounds.body_timeout_s

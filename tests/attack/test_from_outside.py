@@ -157,6 +157,28 @@ async def test_what_belongs_to_no_body_has_a_bound_too(fort, framing):
     assert fort.gateway.rss_kb() - before < 20_000
 
 
+async def test_who_does_not_read_is_cut_off_though_there_is_another_request(tmp_path):
+    """An answer of megabytes that is not read, and a request behind it: both were held as long as the caller liked."""
+    upstream = ScriptedUpstream()
+    await upstream.start()
+    gateway = GatewayProcess(tmp_path, {"a": Backend(upstream, 8)}, timeouts={"client_write_s": 0.5})
+    async with gateway:
+        large = post({"model": "a", "prompt": "ab" * 500_000, "return_token_strs": True}, path="/tokenize")
+        behind = (request("GET", "/v1/models", key=KEYS["client"]), post(model="a", stream=True), b"")
+        files, writers = gateway.open_files(), []
+        for raw in behind:
+            _, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)
+            writer.transport.pause_reading()
+            writer.write(large + raw)
+            writers.append(writer)
+        await within(10, lambda: gateway.open_files() >= files + len(behind), "they are connected")
+        await within(20, lambda: gateway.open_files() <= files + 1, "they are cut off")
+        await gateway.settled()
+        for writer in writers:
+            writer.transport.abort()
+    await upstream.stop()
+
+
 async def test_many_who_only_connect_leave_files_for_the_backends(tmp_path):
     """Started where only 256 files may be open unless it asks for more, as many shells have it (1,024 there)."""
     upstream = ScriptedUpstream()
