@@ -113,7 +113,7 @@ class Connection:
         self._sink: Sink | None = None
         self._paused = False
         # The last answer that came whole in one read: its head as it was sent, what it said, and the size of all of it.
-        self._known_size = 0
+        self._known_size = -1  # no read is as long
         self._known_head = b""
         self._known_headers: Headers = []
         self._known_fields: dict[bytes, bytes] = {}

@@ -227,13 +227,17 @@ class Loopless:
 
 
 def answers(data: bytes) -> None:
-    """Bytes of a backend: one answer or one failure, the same however they were cut; a body only as it was framed."""
+    """Bytes of a backend: one answer or one failure, the same however cut and after another answer; a body only as framed."""
     results = []
-    for pieces in ([data], cut(data)):
-        sink, connection = Record(), Connection(Owner())
+    for before, pieces in ((b"", [data]), (b"", cut(data)), (SEEDS["answers"][0], [data])):
+        connection = Connection(Owner())
         transport = Transport(Loopless(), ("127.0.0.1", 1))  # type: ignore[arg-type]
         transport.protocol = connection
         connection.connection_made(transport)
+        if before:
+            connection.send(b"GET / HTTP/1.1\r\n\r\n", Record())
+            connection.data_received(before)
+        sink = Record()
         connection.send(b"GET / HTTP/1.1\r\n\r\n", sink)
         for piece in pieces:
             if transport.closed:
@@ -243,7 +247,7 @@ def answers(data: bytes) -> None:
             connection.eof_received()
         assert sink.ended, "neither an end nor a failure"
         results.append((sink.status, sink.ended, sink.body if sink.ended == "end" else b""))
-    assert results[0][1:] == results[1][1:], (results, data)
+    assert results[0][1:] == results[1][1:] and results[0] == results[2], (results, data)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -25,7 +25,7 @@ from .targets import CODINGS, COUNTING, READ
 
 AT_ONCE = 24
 IDLE_S = 0.03  # after so long without a byte, a damaged request is taken to be one that waits for more
-HANG_S = 15.0
+HANG_S = 120.0  # of a batch, on a machine that does other things too
 GROWTH_KB = 300_000
 TYPES = ("content-type: application/json", "content-type: multipart/form-data; boundary=x", "content-type: text/plain")
 ADMIN = [
