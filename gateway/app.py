@@ -8,6 +8,7 @@ server around it and the desk beside it.
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import hashlib
 import logging
 import secrets
@@ -17,7 +18,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from gateway import changes
+from gateway import changes, standing
 from gateway import policy as policies
 from gateway.counting import Counting
 from gateway.credentials import backend_key
@@ -311,6 +312,8 @@ class App:
                 log.warning("record file %s is refused: %s", each.name, each.reason)
         old, self._report = self._report, report
         self.fleet.set_store(report)
+        if old is not None:
+            standing.tell(self.fleet, report.records.keys() - old.records.keys(), dt.datetime.now(dt.UTC))
         if old is not None and who is not None:
             changed = changes.of_records(old.stamps, report.stamps)
             await self._note(Entry(who, "records", "done", changed.before, changed.after))

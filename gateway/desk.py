@@ -7,12 +7,14 @@ Owns nothing; reads and changes the parts that `app` has put together. Implement
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gateway import standing
 from gateway.edge import tokenize
 from gateway.edge.intake import THREAD_BYTES
 from gateway.edge.keys import KeyRing
@@ -149,7 +151,7 @@ class Desk:
             token_budget=gate.envelope.kv_tokens if gate is not None and not isinstance(gate, Closed) else None,
             foreign_requests=seen.foreign,
             limits=now.limits,
-            verdicts=tuple(_verdict_row(j) for j in decision.judgements) if decision is not None else (),
+            verdicts=tuple(standing.verdict_row(j) for j in decision.judgements) if decision is not None else (),
         )
 
     def records(self) -> list[dict[str, Any]]:
@@ -169,16 +171,8 @@ class Desk:
             ],
             "started_at": record.protocol.started_at,
             "valid_until": record.valid_until,
-            "verdicts": self._verdicts(name),
+            "verdicts": standing.of_record(self._app.fleet, name, record, dt.datetime.now(dt.UTC)),
         }
-
-    def _verdicts(self, record: str) -> list[dict[str, Any]]:
-        return [
-            {"backend": backend, **_verdict_row(j)}
-            for backend, berth in self._app.fleet.berths.items()
-            for j in (berth.decision.judgements if berth.decision is not None else ())
-            if j.record == record
-        ]
 
     async def retest(self) -> dict[str, Any]:
         ledger, replicas = await self._app.demand()
@@ -241,7 +235,8 @@ class Desk:
         except StoreError as error:
             return Refusal(Reason.INVALID_BODY, f"The record cannot be stored: {error}")
         await self._app.look_at_records(who=None)
-        return {"id": name, "new": new, "verdicts": self._verdicts(name)}
+        verdicts = standing.of_record(self._app.fleet, name, record, dt.datetime.now(dt.UTC))
+        return {"id": name, "new": new, "verdicts": verdicts}
 
     def _unsigned(self, record: Record, given: list[signing.Signature]) -> str | None:
         """Why no key that some model of the policy trusts has signed the record; None when one has."""
@@ -288,19 +283,6 @@ def _no_backend() -> Refusal:
 
 def _gate_words(refusal: Refusal, detail: str | None) -> str:
     return f"{refusal.message}: {detail}" if detail else refusal.message
-
-
-def _verdict_row(judgement: Any) -> dict[str, Any]:
-    verdict = judgement.verdict
-    return {
-        "model": judgement.model,
-        "record": judgement.record,
-        "decision": verdict.fields["final_decision"],
-        "reason": verdict.fields["reason_class"],
-        "slices_open": judgement.opens,
-        "fields": verdict.fields,
-        "details": [*([judgement.problem] if judgement.problem else []), *verdict.details],
-    }
 
 
 def _plain(answer: dict[str, Any]) -> dict[str, Any]:

@@ -244,9 +244,14 @@ def push(
             f"record {answer.get('id', '')[:16]} {'stored' if answer.get('new') else 'was there already'}", markup=False
         )
         rows = [
-            (v.get("backend"), v.get("model"), v.get("decision"), v.get("reason"), "; ".join(v.get("details", [])[:3]))
+            (
+                *(v.get("backend"), v.get("model"), v.get("decision"), v.get("reason"), v.get("failed")),
+                *(v.get("slices_open"), "; ".join(v.get("details", [])[:6])),
+            )
             for v in verdicts
         ]
-        console().print(table("Verdicts", ("backend", "model", "decision", "reason", "why"), rows))
-    if not any(v.get("decision") in ("PASS", "CONDITIONAL") for v in answer.get("verdicts", [])):
+        console().print(
+            table("Verdicts", ("backend", "model", "decision", "reason", "field that failed", "slices open", "why"), rows)
+        )
+    if not any(v.get("slices_open") for v in answer.get("verdicts", [])):
         raise typer.Exit(NEGATIVE)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gateway.errors import Reason, Refusal
-from gateway.evidence.identity import FieldChange, diff, triggers_of
+from gateway.evidence.identity import FieldChange, ObservedIdentity, diff, triggers_of
 from gateway.evidence.record import Record
 from gateway.evidence.signing import SignatureError, require
 from gateway.evidence.states import Verdict
@@ -126,12 +126,20 @@ def _judge(
     for model, view in views.items():
         boxes: set[Box] = set()
         for name, record in records.items():
-            problem = _signature_problem(record, store, name, view)
-            slices = () if problem else envelope_slices(record, seen.identity, view.target, now)
-            judgements.append(Judgement(model, name, evaluate(record, seen.identity, view.target, now), len(slices), problem))
+            judgement, slices = judged(model, view, name, record, seen.identity, store, now)
+            judgements.append(judgement)
             boxes.update(_box(each) for each in slices)
         common = boxes if common is None else common & boxes
     return tuple(judgements), tuple(common or ())
+
+
+def judged(
+    model: str, view: View, name: str, record: Record, identity: ObservedIdentity | None, store: StoreReport, now: dt.datetime
+) -> tuple[Judgement, tuple[QualifiedSlice, ...]]:
+    """One record held against a backend seen as `identity` (None: not known) for one model, and its slices that open the gate."""
+    problem = _signature_problem(record, store, name, view)
+    slices = () if problem else envelope_slices(record, identity, view.target, now)
+    return Judgement(model, name, evaluate(record, identity, view.target, now), len(slices), problem), slices
 
 
 def _signature_problem(record: Record, store: StoreReport, name: str, view: View) -> str | None:
