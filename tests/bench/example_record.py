@@ -23,7 +23,7 @@ from tests.live.harness import ENVIRONMENT, MODELS, ROOT, VllmServer
 EXAMPLES = ROOT / "records" / "examples"
 MODEL = "tiny-llama"
 BOUNDARY = "An example: nothing but the measurement reached this server, which listened on the loopback interface."
-PATH_OF_A_MACHINE = re.compile(rb"/(?:home|root|tmp|Users|opt|usr)/")
+PATH_OF_A_MACHINE = re.compile(rb"(?<![\w.])/(?:home|root|tmp|Users|opt|usr|var|mnt|work|srv|etc|proc)/")
 _WRITTEN = re.compile(r"[0-9a-f]{64}\.(json|jsonl\.zst)")
 
 
