@@ -104,10 +104,11 @@ class Dispatch:
             raise Refused(_PLACE_LOST)
         salt = job.tenant.cache_salt if parsed.form is None else None  # every JSON route of vLLM takes one
         body = parsed.forward(output_limit=job.limit_written, cache_salt=salt, user_key=job.rules.user_key)
-        kind = b"application/json" if parsed.form is None else incoming.fields[b"content-type"]
+        kind = b"application/json" if parsed.form is None else parsed.form.content_type
         extra = b""
         if route.dialect == "anthropic":
-            extra = b"anthropic-version: %b\r\n" % (incoming.fields.get(_VERSION) or b"2023-06-01")[:32]
+            version = responses.acceptable_id(incoming.fields.get(_VERSION)) or "2023-06-01"
+            extra = b"anthropic-version: %b\r\n" % version.encode()
         scanner, on_gap = None, None
         if parsed.stream:
             scanner, on_gap = Scanner(route.dialect, parsed.sequences), self._metrics.gaps(exchange.model).observe
