@@ -202,6 +202,7 @@ class Relay:
 
     def _gathered(self) -> None:
         self._timer = None
+        self._read_at = time.monotonic()  # what waits already came within the window: it begins the next one
         if not self._full and self._connection is not None:
             self._connection.resume()
 
