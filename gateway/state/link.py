@@ -26,13 +26,17 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
 CONNECT_S = 2.0
 STEADY_S = 1.0  # a connection that lasted so long was a good one: the next is tried soon
-_UNUSABLE = ("LOADING", "OOM", "NOAUTH", "WRONGPASS", "READONLY", "MASTERDOWN", "NOPERM", "MISCONF", "CLUSTERDOWN")
+_UNUSABLE = ("LOADING", "OOM", "NOAUTH", "WRONGPASS", "READONLY", "MASTERDOWN", "NOPERM", "MISCONF", "CLUSTERDOWN",
+             "MOVED", "ASK", "TRYAGAIN")  # fmt: skip
 
 Message = Callable[[bytes, bytes], None]
 
 
 class Link(asyncio.Protocol):
-    """`run` keeps it connected until cancelled. `on_up(run_id)`: commands may be sent; `on_lost(why)`: none may."""
+    """`run` keeps it connected until cancelled. `on_up(run_id)`: commands may be sent; `on_lost(why)`: none may.
+
+    `address`: another than the URL's. `run_id` names this life of the server; `clustered`: it is a node of a cluster.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Link(asyncio.Protocol):
         on_up: Callable[[str], None],
         on_lost: Callable[[str], None],
         on_message: Message,
+        address: tuple[str, int] | None = None,
     ) -> None:
         self._options: dict[str, Any] = dict(parse_url(url))
         self._timeout_s = timeout_s
@@ -52,6 +57,11 @@ class Link(asyncio.Protocol):
         self._out: list[bytes] = []
         self._down = asyncio.Event()
         self._checking = False
+        options = self._options
+        self.address = address or (str(options.get("host", "localhost")), int(options.get("port", 6379)))
+        self.instead: list[tuple[str, int]] = []  # other nodes of the same cluster, to be tried in turn
+        self.run_id = ""
+        self.clustered = False
         self.up = False
 
     # Commands
@@ -59,7 +69,7 @@ class Link(asyncio.Protocol):
     def send(self, *words: bytes | str | int) -> asyncio.Future[Any]:
         """One command; its answer, or StateLost or hiredis.ReplyError."""
         if not self.up:
-            return self._failed("there is no connection to Redis")
+            return self.failed("there is no connection to Redis")
         return self._send(words)
 
     def _send(self, words: Sequence[bytes | str | int]) -> asyncio.Future[Any]:
@@ -75,7 +85,8 @@ class Link(asyncio.Protocol):
             loop.call_at(now + self._timeout_s, self._check)
         return future
 
-    def _failed(self, why: str) -> asyncio.Future[Any]:
+    def failed(self, why: str) -> asyncio.Future[Any]:
+        """The answer to a command that cannot be sent."""
         future = asyncio.get_running_loop().create_future()
         future.set_exception(StateLost(why))
         return future
@@ -164,10 +175,13 @@ class Link(asyncio.Protocol):
                 except (OSError, TimeoutError, StateLost, hiredis.ReplyError) as error:
                     log.warning("Redis cannot be used: %s", str(error) or "no answer")
                     self.fail(str(error))
+                    if self.instead:
+                        self.instead.append(self.address)
+                        self.address = self.instead.pop(0)
                     await asyncio.sleep(pause)
                     pause = min(LAST_RETRY_S, pause * 2)
                     continue
-                since, self.up = asyncio.get_running_loop().time(), True
+                since, self.up, self.run_id = asyncio.get_running_loop().time(), True, run_id
                 self._on_up(run_id)
                 await self._down.wait()
                 if asyncio.get_running_loop().time() - since > STEADY_S:
@@ -189,13 +203,13 @@ class Link(asyncio.Protocol):
                 secure = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
                 if options.get("ssl_certfile"):  # this replica's own, where Redis asks for one
                     secure.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
-            host, port = options.get("host", "localhost"), options.get("port", 6379)
-            transport, _ = await loop.create_connection(lambda: self, host, port, ssl=secure)
+            transport, _ = await loop.create_connection(lambda: self, *self.address, ssl=secure)
         self._transport = transport
         await self._send((b"HELLO", b"3", *self._credentials()))
         if options.get("db"):
             await self._send((b"SELECT", str(options["db"])))
         text: bytes = await self._send((b"INFO", b"server"))
+        self.clustered = b"redis_mode:cluster" in bytes(text)
         for line in bytes(text).splitlines():
             if line.startswith(b"run_id:"):
                 return line[7:].decode("ascii")

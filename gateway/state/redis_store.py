@@ -4,7 +4,7 @@ Owns the library of functions, the names of the keys and the session of this rep
 earlier connection grants nothing (its session is over), so that an acquire that was executed late leaves nothing behind; a
 script that Redis has forgotten is sent again. The keys of a backend share one hash tag, so that they lie on one node of a
 cluster; the tag begins with the version of the layout, so that replicas of two versions never read each other's.
-Talks to: `link`.
+Talks to: `nodes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import hiredis
 import orjson
 
 from gateway.state.leases import Answer, Ask, Rules, StateLost, Verdict, View, Wake
-from gateway.state.link import Link
+from gateway.state.nodes import Nodes
 
 LAYOUT = "v1"
 _SOURCE = files("gateway.state").joinpath("leases.lua").read_bytes()
@@ -57,20 +57,18 @@ class RedisLeases:
         self._ttl_ms = int((longest_s + max(_KEPT_S, 10 * lease_s)) * 1000)
         self._on_wake, self._on_state = on_wake, on_state
         self._session = 0
-        self._run = ""
         self._channels: dict[bytes, Callable[[bytes], None]] = {}
         self._keys: dict[str, tuple[str, ...]] = {}
         self.operations = 0
-        self.link = Link(url, timeout_s=timeout_s, on_up=self._up, on_lost=on_state, on_message=self._message)
+        self.link = Nodes(url, timeout_s=timeout_s, on_up=self._up, on_lost=on_state, on_message=self._message)
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
         await self.link.run()
 
-    def _up(self, run_id: str) -> None:
+    def _up(self) -> None:
         self._session += 1
-        self._run = run_id
-        self.link.send("FUNCTION", "LOAD", "REPLACE", LIBRARY)
+        self.link.everywhere("FUNCTION", "LOAD", "REPLACE", LIBRARY)
         for channel in self._channels:
             self.link.send("SUBSCRIBE", channel)
         self._on_state(None)
@@ -142,7 +140,8 @@ class RedisLeases:
         self.operations += 1
         names = self._names(backend)
         words = (
-            "5", *names, operation, self.owner, str(self._session), str(self._lease_ms), str(self._ttl_ms), self._run, *more,
+            "5", *names, operation, self.owner, str(self._session), str(self._lease_ms), str(self._ttl_ms),
+            self.link.run_of(names[0]), *more,
         )  # fmt: skip
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.link.send("FCALL", FUNCTION, *words).add_done_callback(lambda sent: self._done(sent, answer, words))
@@ -151,14 +150,17 @@ class RedisLeases:
     def _done(self, sent: asyncio.Future[Any], answer: asyncio.Future[Answer], words: tuple[bytes | str, ...] | None) -> None:
         error = sent.exception()
         if error is not None and "Function not found" in str(error) and words is not None:
-            self.link.send("FUNCTION", "LOAD", "REPLACE", LIBRARY)
+            self.link.everywhere("FUNCTION", "LOAD", "REPLACE", LIBRARY)
             self.link.send("FCALL", FUNCTION, *words).add_done_callback(lambda again: self._done(again, answer, None))
             return
         if answer.done():
             return
         if error is None:
-            answer.set_result(_parse(sent.result()))
-            return
+            try:
+                answer.set_result(_parse(sent.result()))
+                return
+            except (ValueError, TypeError, IndexError, AttributeError) as odd:
+                error = hiredis.ReplyError(f"an answer that is none to what was asked: {odd}")
         if isinstance(error, hiredis.ReplyError):  # a defect, or another Redis than this needs: begin anew
             error = StateLost(f"Redis refused: {error}")
             self.link.fail(str(error))

@@ -37,7 +37,7 @@ class Limited(Site):
 async def pair(server: RedisServer, namespace: str, limits: Limits, lease_s: float = 5.0) -> list[Limited]:
     sites = [Limited(name, server.url, namespace, limits, lease_s) for name in "AB"]
     await until(lambda: not any(site.degraded for site in sites))
-    server.client.hset(f"plimsoll:{{v1:{namespace}:b}}:sum", mapping={"run": sites[0].redis._run, "from": 0})
+    server.client.hset(f"plimsoll:{{v1:{namespace}:b}}:sum", mapping={"run": sites[0].redis.link.run_of("b"), "from": 0})
     return sites
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from cryptography import x509
+from redis.crc import key_slot
 
 from gateway.errors import Axis
 from gateway.flow.demand import Demand, Limits
@@ -19,10 +20,11 @@ from gateway.flow.shape import NO_FEATURES, Shape
 from gateway.observe.retest import Ledger
 from gateway.shared_ledger import SharedLedger
 from gateway.shared_quotas import SharedQuotas
-from gateway.state.leases import Verdict
+from gateway.state.leases import StateLost, Verdict
 from gateway.state.news import News
+from gateway.state.nodes import SLOTS
 from gateway.state.redis_store import RedisLeases
-from tests.state.stores import Replica, ask, connect, past_cold
+from tests.state.stores import MIXED, Replica, ask, connect, past_cold
 from tests.state.test_agreement import until
 from tests.state.test_link import Heard
 from tests.support.authority import Authority
@@ -160,3 +162,71 @@ async def test_a_server_with_another_certificate_is_not_talked_to(service: Calla
         await until(lambda: known.link.up)
         assert heard.ups == []
     made.server.stop()
+
+
+@pytest.fixture
+def three(service: Callable[[str], str], tmp_path: Path) -> Iterator[list[RedisServer]]:
+    """A cluster of three masters."""
+    made = []
+    for number in range(3):
+        bus = str(_free_port())
+        options = ("--cluster-enabled", "yes", "--cluster-port", bus, "--cluster-node-timeout", "1000")
+        made.append(RedisServer(service("redis-server"), tmp_path / f"node{number}", *options))
+    for number, server in enumerate(made):
+        server.start()
+        first = SLOTS * number // 3
+        server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, SLOTS * (number + 1) // 3 - 1)
+        server.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        server.client.execute_command("CLUSTER", "MEET", "127.0.0.1", made[0].port, int(made[0].options[3]))
+    _stands(made)
+    yield made
+    for server in made:
+        server.stop()
+
+
+async def test_a_cluster_of_three(three: list[RedisServer]) -> None:
+    await everything_is_shared(three[1].url)
+    assert sum(server.client.dbsize() > 0 for server in three) > 1  # it was spread
+
+
+async def test_a_master_that_is_away_is_a_loss_and_a_slot_that_moves_another(three: list[RedisServer]) -> None:
+    lost: list[str] = []
+    replica = Replica("A")
+    store = RedisLeases(three[0].url, "A", namespace="three", lease_s=5.0, timeout_s=1.0, on_wake=replica.on_wake,
+                        on_state=lambda why: lost.append(why) if why is not None else None)  # fmt: skip
+    task = asyncio.create_task(store.run())
+    await until(lambda: store.link.up, 20)
+    backends = [f"b{number}" for number in range(12)]  # some on each
+    for name in backends:
+        assert (await store.beat(name, MIXED, None, [])).verdict is Verdict.OK
+    await asyncio.to_thread(three[2].stop)
+    await until(lambda: bool(lost) and not store.link.up, 20)
+    with pytest.raises(StateLost):
+        await store.beat("b0", MIXED, None, [])
+    await asyncio.to_thread(three[2].start)
+    await asyncio.to_thread(_stands, three)
+    await until(lambda: store.link.up, 20)
+    for name in backends:
+        assert (await store.beat(name, MIXED, None, [])).verdict is Verdict.OK
+
+    moved = key_slot(b"v1:three:other")
+    owner = moved * 3 // SLOTS
+    other = three[(owner + 1) % 3].client.execute_command("CLUSTER", "MYID")
+    for server in (three[(owner + 1) % 3], *three):
+        server.client.execute_command("CLUSTER", "SETSLOT", moved, "NODE", other)
+    before = len(lost)
+    with pytest.raises(StateLost, match="MOVED"):
+        await store.beat("other", MIXED, None, [])
+    assert len(lost) == before + 1
+
+    async def good() -> bool:
+        try:
+            return (await store.beat("other", MIXED, None, [])).verdict is Verdict.OK
+        except StateLost:  # not learnt yet
+            return False
+
+    async with asyncio.timeout(20):
+        while not await good():
+            await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

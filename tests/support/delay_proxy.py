@@ -38,16 +38,27 @@ class DelayProxy:
             task.add_done_callback(self._tasks.discard)
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        """Read as it comes, write in order: a shorter delay never lets later bytes pass."""
         loop = asyncio.get_running_loop()
-        due = 0.0
+        late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        writing = asyncio.create_task(self._write(late, sink))
         try:
             while data := await source.read(65536):
-                due = max(due, loop.time() + self.delay_s)  # a shorter delay never lets later bytes pass
-                if due > loop.time():
-                    loop.call_at(due, sink.write, data)
-                else:
-                    sink.write(data)
+                late.put_nowait((loop.time() + self.delay_s, data))
         except ConnectionError:
             pass
         finally:
-            loop.call_at(max(due, loop.time() + self.delay_s) + 0.001, sink.transport.abort)
+            late.put_nowait((loop.time() + self.delay_s, b""))
+            self._tasks.add(writing)
+            writing.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _write(late: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due, data = await late.get()
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if not data:
+                sink.transport.abort()
+                return
+            sink.write(data)
