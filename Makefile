@@ -31,14 +31,14 @@ demo-vllm: setup ## the same on a real vLLM (CPU; 3.4 GB are built once)
 	deploy/vllm-cpu/setup.sh
 	$(PY) deploy/demo/run.py --backend vllm
 
-test: lint ## lint, types, layers, and every test that needs no vLLM
+test: setup lint ## lint, types, layers, and every test that needs no vLLM
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest
 	@$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 
 test-compiled: setup ## what a request passes through, tested on the compiled build
-	PLIMSOLL_INTERPRETED=0 $(PY) -m pytest tests/edge_path tests/forward tests/flow tests/attack
+	PLIMSOLL_INTERPRETED=0 $(PY) -m pytest tests/edge_path tests/flow/scenarios tests/attack/test_repeated_heads.py
 
 lint: .venv/.stamp ## ruff, mypy --strict and import-linter
 	$(PY) -m ruff check .
