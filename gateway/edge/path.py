@@ -1,27 +1,22 @@
 """The data path: what happens to a proxied request, top to bottom in `DataPath.serve`.
 
-Owns: the requests under way, their account (each is counted exactly once), draining, and the 50 ms tick behind every
-deadline. Promises: a grant is settled exactly once, in a `finally` that cancellation cannot skip; a client that leaves
-ends its request wherever that is; at most one generation is started for one request.
-Talks to: `intake` (bytes to demand), the controller (demand to grant), `dispatch` (grant to answer), metrics, journal.
+Owns: the requests under way, draining, and the 50 ms tick behind every deadline. Promises: a grant is settled exactly
+once, whatever goes wrong; a client that leaves ends its request wherever that is; at most one generation is started for one
+request. Talks to: `intake` (bytes to demand), the controller (demand to grant), `dispatch` (grant to answer), metrics, journal.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from itertools import count
-from typing import Protocol
 
-from gateway.edge import responses, routes
-from gateway.edge.connections import Connections
-from gateway.edge.dispatch import Backends, Dispatch, jitter, unreachable
+from gateway.edge.dispatch import Backends, Dispatch, unreachable
+from gateway.edge.door import DRAINING, Door, Journal
 from gateway.edge.incoming import Incoming
 from gateway.edge.intake import Intake
-from gateway.edge.job import Job, retries_of
+from gateway.edge.job import Job
 from gateway.edge.protocol import PlimsollProtocol
 from gateway.edge.reader import Bounds
 from gateway.edge.retry_budget import RetryBudget
@@ -33,13 +28,10 @@ from gateway.flow.demand import Demand
 from gateway.flow.grant import Grant
 from gateway.forward.relay import End
 from gateway.forward.upstream import ConnectFailed, Headers, Upstream, UpstreamFailure
-from gateway.observe.exchange import Exchange
 from gateway.observe.metrics import Metrics
 
 TICK_S = 0.05
-_BATCH = 64
 _SWEEP_EVERY = 5  # ticks between two looks at idle connections
-_DRAINING = Refusal(Reason.DRAINING, "The gateway is shutting down.", retry_after_s=1.0)
 # A held answer that the backend broke is not charged to the caller, who saw nothing of it. One that the caller left is.
 _NOTHING_FOR_THE_CALLER = frozenset({
     Reason.UPSTREAM_RESET, Reason.UPSTREAM_ERROR, Reason.STALL_TIMEOUT, Reason.DRAINING, Reason.INTERNAL_ERROR,
@@ -47,14 +39,8 @@ _NOTHING_FOR_THE_CALLER = frozenset({
 _NOBODY = TenantPath("", 1.0, "", 0, None, lambda _: None, "")
 
 
-class Journal(Protocol):
-    """Where each request's account is written."""
-
-    def write(self, exchange: Exchange) -> None: ...
-
-
-class DataPath:
-    """One instance a process; the `Front` of every client connection. `rules` is replaced when the policy is reloaded."""
+class DataPath(Door):
+    """One instance a process; the `Front` of every client connection."""
 
     def __init__(
         self,
@@ -70,25 +56,14 @@ class DataPath:
         upstreams: Callable[[], Iterable[Upstream]],
         confirm: Callable[[Grant], Awaitable[Grant]] | None = None,
     ) -> None:
-        self.rules = rules
-        self.bounds = bounds
-        self.buffered_bytes = 0
-        self.draining = False
-        self.jobs: set[Job] = set()
-        self.connections = Connections()
+        super().__init__(rules, bounds, intake, metrics, journal)
         self._controller = controller
-        self._intake = intake
         self._backends = backends
-        self._metrics = metrics
-        self._journal = journal
         self._retries = retries
         self._upstreams = upstreams
         self._confirm = confirm  # has a grant agreed with the other replicas, where there are any
-        self._numbers = count(1)
-        self._prefix = secrets.token_hex(6)
         self._dispatch = Dispatch(backends, metrics, self._attempt_id)
         self._ticks = 0
-        self._ended: list[Exchange] = []  # not yet in metrics and journal, for a tick at most
         self._quiet = asyncio.Event()  # draining, and nothing runs any more
 
     # The request path
@@ -240,22 +215,6 @@ class DataPath:
         self.jobs.add(job)
         return job
 
-    def _exchange(self, client: PlimsollProtocol, incoming: Incoming | None) -> Exchange:
-        started = incoming.received_at if incoming is not None else time.monotonic()
-        route = incoming.route.name if incoming is not None and incoming.route is not None else "unknown"
-        exchange = Exchange(f"req-{self._prefix}{next(self._numbers):x}", route, started)
-        exchange.peer = client.address
-        if incoming is not None:
-            if incoming.principal is not None:
-                exchange.key_id, exchange.tenant = incoming.principal.id, incoming.principal.tenant
-            client_id = incoming.fields.get(b"x-request-id")
-            if client_id is not None:
-                exchange.client_request_id = responses.acceptable_id(client_id)
-            parent = incoming.fields.get(b"traceparent")
-            if parent is not None and len(parent) <= 64:
-                exchange.traceparent = parent.decode("latin-1")
-        return exchange
-
     def _turn_down(self, job: Job, refusal: Refusal) -> None:
         exchange = job.exchange
         exchange.outcome = Outcome.FAILED if exchange.attempts else Outcome.REFUSED
@@ -313,62 +272,6 @@ class DataPath:
             exchange.input_tokens = exchange.output_tokens = 0
         grant.settle(now, exchange.input_tokens, exchange.output_tokens)
 
-    def _account(self, exchange: Exchange, now: float) -> None:
-        """Count it and write it down: at once while there is little to do, else together with others, which costs half."""
-        exchange.ended_at = now
-        self._ended.append(exchange)
-        if not self.jobs or len(self._ended) >= _BATCH:
-            self.settle_accounts()
-
-    def settle_accounts(self) -> None:
-        """Bring metrics and journal up to date with every request that has ended."""
-        ended, self._ended = self._ended, []
-        for exchange in ended:
-            self._metrics.finish(exchange)
-            self._journal.write(exchange)
-
-    def _attempt_id(self) -> bytes:
-        """An id that no other request to any backend bears."""
-        return b"%b-%x" % (self._prefix.encode(), next(self._numbers))
-
-    # What the connections ask
-
-    def screen(self, client: PlimsollProtocol, incoming: Incoming) -> Refusal | bytes | None:
-        """Judge a head: None to go on, a refusal, or the whole answer to a preflight."""
-        rules = self.rules
-        if incoming.cleared is rules and not self.draining:
-            return None
-        if rules.has_cors and incoming.method == b"OPTIONS" and b"access-control-request-method" in incoming.fields:
-            ours = b"x-request-id: %b\r\n" % self._exchange(client, incoming).request_id.encode()
-            answer = rules.cors.preflight(incoming.fields.get(b"origin"), ours)
-            if answer is not None:
-                return answer
-        refusal = self._intake.screen(client, incoming, rules)
-        if refusal is None and self.draining and incoming.route is not None and incoming.route.kind == "proxy":
-            return _DRAINING
-        if refusal is None and incoming.principal is not None and incoming.principal.expires is None:
-            incoming.cleared = rules
-        return refusal
-
-    def refuse(self, client: PlimsollProtocol, incoming: Incoming | None, refusal: Refusal) -> bytes:
-        """The bytes of a refusal before any work was done; it is accounted for here."""
-        exchange = self._exchange(client, incoming)
-        exchange.outcome, exchange.reason, exchange.message = Outcome.REFUSED, refusal.reason, refusal.message
-        exchange.status = responses.status_of(refusal.reason)
-        self._account(exchange, time.monotonic())
-        ours = b"x-request-id: %b\r\n" % (exchange.client_request_id or exchange.request_id).encode()
-        fields = incoming.fields if incoming is not None else {}
-        if self.rules.has_cors:
-            ours += self.rules.cors.lines(fields.get(b"origin"))
-        # The dialect is the route's, also where the key failed before the route was looked at.
-        route = routes.find(incoming.path) if incoming is not None else None
-        allow = route.method.encode() if route is not None and refusal.reason is Reason.METHOD_NOT_ALLOWED else None
-        answer = responses.render(
-            refusal, route.dialect if route is not None else "openai", ours,
-            jitter=jitter(), retries=retries_of(fields), keep_alive=False, allow=allow,
-        )  # fmt: skip
-        return responses.head_of(answer) if incoming is not None and incoming.method == b"HEAD" else answer
-
     def left(self, job: Job) -> None:
         """The client left while its request was worked on: nothing is generated for nobody."""
         if job.task is not None:
@@ -376,20 +279,6 @@ class DataPath:
         if job.task is None or not job.started:  # a task that has not begun will not see to it
             self._departed(job)
             self._close(job)
-
-    def departed(self, client: PlimsollProtocol, incoming: Incoming) -> None:
-        """A client left before its request was whole."""
-        exchange = self._exchange(client, incoming)
-        exchange.outcome, exchange.reason, exchange.status = Outcome.CANCELLED, Reason.CLIENT_CLOSED, 499
-        self._account(exchange, time.monotonic())
-
-    def connected(self, client: PlimsollProtocol) -> bool:
-        """Count a connection; False when there are too many, from everywhere or from its address."""
-        return self.connections.add(client, self.bounds)
-
-    def disconnected(self, client: PlimsollProtocol) -> None:
-        """Forget a connection."""
-        self.connections.discard(client)
 
     # Time
 
@@ -408,7 +297,7 @@ class DataPath:
         for job in list(self.jobs):
             reason = job.overdue(now, progress)
             if reason is not None and job.relay is not None:
-                job.relay.stop(reason)
+                job.client.loop.call_soon(job.relay.stop, reason)  # of its own: what goes wrong with one ends no other's clock
         self._ticks += 1
         if self._ticks % _SWEEP_EVERY == 0:
             for upstream in self._upstreams():
@@ -418,7 +307,7 @@ class DataPath:
     async def drain(self, deadline: float) -> None:
         """Take no more work, let what runs finish until `deadline` (monotonic), then end it with an error of its own."""
         self.draining = True
-        self._controller.drain(_DRAINING)
+        self._controller.drain(DRAINING)
         for client in self.connections:
             if not client.busy:
                 client.shutdown()
@@ -428,7 +317,7 @@ class DataPath:
                     await self._quiet.wait()
         for job in list(self.jobs):
             if job.relay is not None:
-                job.relay.stop(Reason.DRAINING)
+                job.client.loop.call_soon(job.relay.stop, Reason.DRAINING)
             else:
                 job.client.leave()
         if self.jobs:

@@ -277,3 +277,21 @@ async def test_what_outlives_the_drain_ends_with_an_error():
             rest = await client.closed()
             assert b'"draining"' in rest and not rest.endswith(LAST_CHUNK)
             assert site.in_flight() == 0
+
+
+async def test_a_defect_in_one_request_ends_no_clock_of_another(monkeypatch):
+    """What goes wrong while one is ended is that caller's 500; the tick behind all clocks goes on."""
+    troubles = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context["exception"]))
+    async with serving(then_silent()) as up:
+        site = Site(policy_for(up.port, timeouts(execution_s=0.2)))
+        async with running(site) as port:
+            with monkeypatch.context() as broken:
+                broken.setattr(site.path._dispatch, "conclude", lambda *_: 1 / 0)
+                first = await ask(port)
+            second = await ask(port)
+            await until(lambda: len(site.accounts) == 2)
+        assert site.in_flight() == 0
+    assert (first.status, first.code) == (500, "internal_error")
+    assert (second.status, second.code) == (504, "execution_timeout")
+    assert [type(trouble) for trouble in troubles] == [ZeroDivisionError]
