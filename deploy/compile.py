@@ -29,7 +29,7 @@ MODULES = {
     ),
     "flow": (
         "bay", "breaker", "controller", "demand", "envelope", "grant", "lanes", "observed", "occupancy", "pool", "queue",
-        "quotas", "shape", "topology", "waiting",
+        "quotas", "shape", "shared", "topology", "waiting",
     ),
     "forward": ("account", "connection", "relay", "sse", "upstream"),
     "observe": ("cells", "exchange", "histogram", "journal", "live", "metrics", "retest"),
@@ -89,8 +89,9 @@ def main() -> int:
 
     sources = ROOT / "gateway"
     built = ROOT / "build" / "compiled" / "gateway"
-    stamp = built / "sources.sha256"
-    if asked.package is None and stamp.is_file() and stamp.read_text().strip() == digest_of(sources):
+    stamp, recipe = built / "sources.sha256", built / "recipe.py"
+    same = stamp.is_file() and stamp.read_text().strip() == digest_of(sources)
+    if asked.package is None and same and recipe.read_bytes() == Path(__file__).read_bytes():
         return 0
     if not can_compile():
         install_compiler()
@@ -105,6 +106,7 @@ def main() -> int:
     if not compile_in(built):
         shutil.rmtree(built.parent)
         return 1
+    shutil.copy2(__file__, recipe)
     stamp.write_text(digest_of(sources) + "\n")
     print(f"compile: the data path is compiled ({time.monotonic() - started:.0f} s); PLIMSOLL_INTERPRETED=1 runs the sources")
     return 0

@@ -3,7 +3,8 @@
 `service` finds a program that a test needs (redis-server, promtool, chromium). Where it is missing the test is skipped
 and says so; with PLIMSOLL_REQUIRE_SERVICES=1 (as .ci/run sets) it fails instead, so that nothing is skipped unseen.
 
-The tests run the sources, which coverage can follow; `make test-compiled` runs those of the data path on the compiled build.
+In this process the tests run the sources, which coverage can follow; gateways that they start by themselves run what users run,
+the compiled build where there is one. `make test-compiled` has some of the former on the compiled build as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("PLIMSOLL_INTERPRETED", "1")  # before anything imports the gateway, here or in a child
+os.environ.setdefault("PLIMSOLL_INTERPRETED", "1")  # before anything here imports the gateway
 
 # Generated cases are new ones on every developer's run, and the same ones in CI: there a red run is a fault of the change.
 settings.register_profile("ci", derandomize=True)

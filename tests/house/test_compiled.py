@@ -72,3 +72,21 @@ def test_a_build_of_other_sources_is_not_used(tmp_path: Path, change: str) -> No
     else:
         (package / "edge" / "corpus.py").unlink()
     assert where(package) == package
+
+
+def test_nothing_interpreted_inherits_from_what_is_compiled() -> None:
+    """That is a TypeError when such an object is made. Exceptions and enumerations are never compiled to native classes."""
+    native: set[str] = set()
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
+            foreign = {"Protocol", "NamedTuple", "StrEnum", "Enum", "PlimsollError", "Exception", "ValueError", "OSError"}
+            if isinstance(node, ast.ClassDef) and not bases & foreign:
+                native.add(node.name)
+    others = [file for file in (ROOT / "gateway").rglob("*.py") if file not in FILES]
+    assert {"Controller", "Grant", "Job", "Connection"} <= native
+    for file in others:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found = {ast.unparse(base) for base in node.bases} & native
+                assert not found, f"{file.relative_to(ROOT)}: {node.name} inherits from {found}"
