@@ -40,7 +40,7 @@ def services() -> dict[str, Any]:
 def test_every_file_that_is_copied_exists_and_reaches_the_builder():
     kept_back = (ROOT / ".dockerignore").read_text().split()
     copied = [words for name, rest in instructions() if name == "COPY" for words in [shlex.split(rest)] if "--from" not in rest]
-    assert len(copied) == 2
+    assert len(copied) == 3
     for *sources, _ in copied:
         for source in sources:
             assert (ROOT / source).exists(), source
