@@ -19,7 +19,7 @@ from gateway.errors import Outcome, Reason, Refusal, Refused
 from gateway.flow.breaker import Result
 from gateway.flow.grant import Grant
 from gateway.forward.account import Account, read_account
-from gateway.forward.relay import End, Relay
+from gateway.forward.relay import End, Relay, Window
 from gateway.forward.sse import Scanner
 from gateway.forward.upstream import ConnectFailed, Connection, FailureKind, Headers, Upstream, UpstreamFailure
 from gateway.observe.metrics import Metrics
@@ -63,6 +63,7 @@ class Dispatch:
         self._backends = backends
         self._metrics = metrics
         self._attempt_ids = attempt_ids
+        self._window = Window()
 
     def send_now(self, job: Job, grant: Grant) -> bool:
         """Send over an idle connection. False when there is none, so that one has to be made. Raises Refused."""
@@ -112,7 +113,7 @@ class Dispatch:
         scanner, on_gap = None, None
         if parsed.stream:
             scanner, on_gap = Scanner(route.dialect, parsed.sequences), self._metrics.gaps(exchange.model).observe
-        relay = job.relay = Relay(job.client, job, scanner, chunked=not incoming.http_1_0, on_gap=on_gap)
+        relay = job.relay = Relay(job.client, job, scanner, self._window, chunked=not incoming.http_1_0, on_gap=on_gap)
         exchange.dispatched_at = now
         job.dispatched = True
         relay.dispatch(connection, upstream.request(incoming.path, self._attempt_ids(), kind, body, extra))

@@ -55,6 +55,27 @@ class Owner(Protocol):
         """The answer is over."""
 
 
+class Window:
+    """The time in which streams that are faster than anyone reads are gathered: one for all of them, so that their bytes are
+    passed on together, which spares everybody between here and the reader a wake-up for each. None waits longer than
+    COALESCE_S."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Relay] = []
+
+    def join(self, relay: Relay) -> None:
+        """Call `relay.gathered()` when the window that is open now, or the one that this opens, ends."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(COALESCE_S, self._end)
+        self._waiting.append(relay)
+
+    def _end(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        now = time.monotonic()
+        for relay in waiting:
+            relay.gathered(now)
+
+
 class Whole(Enum):
     """The backend's answer has ended as it should."""
 
@@ -73,12 +94,19 @@ class Relay:
     """
 
     __slots__ = (
-        "_connection", "_full", "_last", "_on_gap", "_read_at", "_size", "_timer", "begun", "bytes_out", "chunked", "client",
-        "first_at", "headers", "held", "last_at", "over", "owner", "scanner", "status", "stream",
+        "_connection", "_full", "_gathering", "_last", "_on_gap", "_read_at", "_size", "_window", "begun", "bytes_out", "chunked",
+        "client", "first_at", "headers", "held", "last_at", "over", "owner", "scanner", "status", "stream",
     )  # fmt: skip
 
     def __init__(
-        self, client: Client, owner: Owner, scanner: Scanner | None, *, chunked: bool, on_gap: Callable[[float], None] | None
+        self,
+        client: Client,
+        owner: Owner,
+        scanner: Scanner | None,
+        window: Window,
+        *,
+        chunked: bool,
+        on_gap: Callable[[float], None] | None,
     ) -> None:
         self.client = client
         self.owner = owner
@@ -99,7 +127,8 @@ class Relay:
         self._last = b""
         self._full = False
         self._read_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._window = window
+        self._gathering = False
 
     def dispatch(self, connection: Connection, request: bytes) -> None:
         """Send the request; from here on the connection belongs to this relay until its end."""
@@ -192,17 +221,19 @@ class Relay:
 
     def resume(self) -> None:
         self._full = False
-        if self._timer is None and self._connection is not None:
+        if not self._gathering and self._connection is not None:
             self._connection.resume()
 
     def _gather(self) -> None:
-        if self._timer is None and self._connection is not None:
+        if not self._gathering and self._connection is not None:
+            self._gathering = True
             self._connection.pause()
-            self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._gathered)
+            self._window.join(self)
 
-    def _gathered(self) -> None:
-        self._timer = None
-        self._read_at = time.monotonic()  # what waits already came within the window: it begins the next one
+    def gathered(self, now: float) -> None:
+        """The window has ended: read what has come meanwhile."""
+        self._gathering = False
+        self._read_at = now  # what waits already came within the window: it begins the next one
         if not self._full and self._connection is not None:
             self._connection.resume()
 
@@ -254,9 +285,6 @@ class Relay:
 
     def _let_go(self) -> None:
         self._connection = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _resolve(self, end: End) -> None:
         if not self.over:
