@@ -38,6 +38,7 @@ test: setup lint ## lint, types, layers, and every test that needs no vLLM
 	$(PY) -m coverage report
 
 test-compiled: setup ## what a request passes through, tested on the compiled build
+	@$(PY) -c 'import gateway.edge.path as path; assert path.__file__.endswith(".so"), "the data path is not compiled"'
 	PLIMSOLL_INTERPRETED=0 $(PY) -m pytest tests/edge_path tests/flow/scenarios tests/attack/test_repeated_heads.py
 
 lint: .venv/.stamp ## ruff, mypy --strict and import-linter
