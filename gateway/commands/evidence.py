@@ -19,12 +19,13 @@ from gateway.evidence import identity_client
 from gateway.evidence.checklist import exit_checklist
 from gateway.evidence.identity import IdentityError, ObservedIdentity
 from gateway.evidence.lab import run_lab
-from gateway.evidence.record import Record, RecordError, load
+from gateway.evidence.record import BoundaryNote, Record, RecordError, load
 from gateway.evidence.states import Verdict
 from gateway.evidence.target import Target, TargetSlice
 from gateway.evidence.verdict import evaluate as judge
 from gateway.forward.endpoint import Endpoint
 from gateway.forward.watch import http_client
+from gateway.qualify import boundary
 from gateway.qualify.plan import Plan
 from gateway.qualify.settle import NoPlan, settling
 
@@ -69,6 +70,12 @@ def _items(fields: Any) -> list[tuple[str, Any]]:
     return list(fields.items()) if isinstance(fields, dict) else [("", fields)]
 
 
+async def _boundary(backend: policies.Backend) -> BoundaryNote:
+    client, base = http_client(backend.url, Endpoint.from_policy(backend), "plimsoll-cli")
+    async with client:
+        return await boundary.observe(client, base, backend_key(backend))
+
+
 async def _observe(backend: policies.Backend, key: str | None) -> ObservedIdentity:
     client, base = http_client(backend.url, Endpoint.from_policy(backend), "plimsoll-cli")
     async with client:
@@ -100,16 +107,24 @@ def evaluate(
             raise CommandError("--input, --output and --concurrency go together: a target slice has all three")
         target = replace(target, slice=TargetSlice(input_ or 1, output or 0, concurrency or 1))
     seen, problem = _observed(rules.backends[chosen])
+    note = None if seen is None else asyncio.run(_boundary(rules.backends[chosen]))
+    filled = note is not None and evidence.security_boundary_note is None
+    if filled:  # a record that was made without one: what answers without a key is seen from here just as well
+        evidence = evidence.model_copy(update={"security_boundary_note": note})
     verdict = judge(evidence, seen, target, dt.datetime.now(dt.UTC))
     offer: dict[str, str] = {}
     if plan is not None:
         served = rules.models[model_name].upstream_model or model_name
         offer = _offer(plan, lambda: settling(evidence, seen, target, verdict, served))
     if as_json:
-        told = {"details": verdict.details, "triggers": verdict.triggers, "backend_problem": problem}
+        told: dict[str, Any] = {"details": verdict.details, "triggers": verdict.triggers, "backend_problem": problem}
+        told["security_boundary_now"] = None if note is None else note.model_dump()
         emit_json({**verdict.fields, **told, **offer})
     else:
         print_verdict(evidence, verdict, f"record {record.name[:16]} for {model_name} on {chosen}", problem)
+        if note is not None:
+            whose = "the record has no security boundary note; judged with what was seen now" if filled else "seen from here now"
+            console().print(f"{whose}: {note.api_key_covers}", markup=False, soft_wrap=True)
         if plan is not None:
             command = f"plimsoll qualify --backend {rules.backends[chosen].url} --plan {plan} --out {record.parent}"
             text = f"wrote {plan}; measure it with: {command}" if "plan" in offer else f"no plan is written: {offer['no_plan']}"

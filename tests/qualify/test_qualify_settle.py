@@ -169,6 +169,10 @@ async def test_the_transfer_task(tmp_path: Path) -> None:
         after = of(out, answer := await operator.types("qualify", *words))
         settled = await operator.evaluates(Path(answer["path"]), shape)
         assert (settled["final_decision"], settled["reason_class"]) == ("PASS", "QUALIFIED"), settled
+        unnoted = RecordStore(tmp_path / "unnoted").put(after.model_copy(update={"security_boundary_note": None}))
+        seen_now = await operator.evaluates(tmp_path / "unnoted" / f"{unnoted}.json", shape)
+        assert (seen_now["final_decision"], seen_now["security_boundary_state"]) == ("PASS", "RECORDED")
+        assert "Tried with GET only" in seen_now["security_boundary_now"]["api_key_covers"]
     assert after.identity.model_revision == before.record.identity.model_revision
     assert after.supersedes is not None and after.supersedes.record == before.record_id
     assert {"model.max_model_len", "scheduler.max_num_seqs"} <= set(after.supersedes.changed)
