@@ -54,6 +54,9 @@ class Waiting:
     def __lt__(self, other: Waiting) -> bool:
         return self.order < other.order
 
+    def __hash__(self) -> int:  # said here, because a compiled class that compares has none by itself
+        return id(self)
+
 
 def size_class(cost: float) -> int:
     """Costs within a factor of four are alike: among them the earlier goes first."""

@@ -90,3 +90,12 @@ def test_nothing_interpreted_inherits_from_what_is_compiled() -> None:
             if isinstance(node, ast.ClassDef):
                 found = {ast.unparse(base) for base in node.bases} & native
                 assert not found, f"{file.relative_to(ROOT)}: {node.name} inherits from {found}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_compares_says_how_it_hashes(file: Path) -> None:
+    """The interpreter keeps the hash of identity beside a `__lt__`; compiled, the class cannot be put into a set any more."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            names = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            assert "__hash__" in names or not names & {"__lt__", "__le__", "__gt__", "__ge__"}, node.name
