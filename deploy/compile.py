@@ -91,7 +91,7 @@ def main() -> int:
     built = ROOT / "build" / "compiled" / "gateway"
     stamp, recipe = built / "sources.sha256", built / "recipe.py"
     same = stamp.is_file() and stamp.read_text().strip() == digest_of(sources)
-    if asked.package is None and same and recipe.read_bytes() == Path(__file__).read_bytes():
+    if asked.package is None and same and recipe.is_file() and recipe.read_bytes() == Path(__file__).read_bytes():
         return 0
     if not can_compile():
         install_compiler()

@@ -28,7 +28,7 @@ from gateway.errors import PlimsollError
 log = logging.getLogger("plimsoll")
 
 BACKLOG = 4096
-GC_ALLOCATIONS = 10_000  # requests leave no cycles behind; looking for them at each 700 objects, as is the default, costs 5 %
+GC_ALLOCATIONS = 10_000  # requests leave no cycles behind: a look at each 700 objects, as is the default, is for nothing
 SPARE_FILES = 4096  # for connections to backends, records, logs
 
 

@@ -123,12 +123,13 @@ class Intake:
         return self._demand(job, parsed, tokens, time.monotonic() + model.queue_s)
 
     async def demand(self, job: Job, parsed: Parsed) -> Demand:
-        """The same with its input counted exactly where the bound cannot decide. Raises Refused."""
-        model = job.model
-        assert model is not None
-        due = time.monotonic() + model.queue_s
-        tokens = await self._count(job, parsed, due)
-        return self._demand(job, parsed, tokens, due)
+        """The same, with the input counted where the bound does not tell. Raises Refused."""
+        demand = self.demand_now(job, parsed)  # not yet asked where a thread has parsed, and a gate may have changed since
+        if demand is not None:
+            return demand
+        assert job.model is not None
+        due = time.monotonic() + job.model.queue_s
+        return self._demand(job, parsed, await self._count(job, parsed, due), due)
 
     def _demand(self, job: Job, parsed: Parsed, tokens: int, due: float) -> Demand:
         model, tenant, output = job.model, job.tenant, parsed.output_tokens
@@ -149,13 +150,8 @@ class Intake:
         """The exact count. Raises Refused; with `observe`, what cannot be counted is outside every slice, and let through."""
         assert job.model is not None
         counter = self._models.counter(parsed.rules.name)
-        low, tokens = counter.bound(parsed)  # again: a thread may have been between
-        if tokens is not None and self._controller.settled(
-            job.model.backends, parsed.task, parsed.features, parsed.output_tokens, parsed.sequences, low, tokens
-        ):
-            return tokens
         if not self._controller.has_open(job.model.backends):
-            return low  # whatever its size, the gate decides; there may not even be a tokenizer yet
+            return counter.bound(parsed)[0]  # whatever its size, the gate decides; there may not even be a tokenizer yet
         try:
             return await counter.count(parsed, due if job.caller_due is None else min(due, job.caller_due))
         except Refused as refused:
