@@ -338,6 +338,7 @@ class PlimsollProtocol:
         self.transport.write_eof()
 
     def _linger(self, size: int) -> None:
+        """What is beyond the bound stays in the client's kernel: its writes wait, and it gets to read; a reset would be seen first."""
         self._linger_bytes += size
         if self._linger_until is not None and self._linger_bytes > LINGER_BYTES:
-            self.cut()
+            self.transport.pause_reading()

@@ -119,6 +119,22 @@ async def test_chunks_over_the_bound_are_refused_without_the_rest(quay):
     assert sent < 2 * MAX_BODY_BYTES
 
 
+async def test_a_client_that_writes_before_it_reads_gets_the_answer_and_not_a_reset(quay):
+    head = request("POST", "/v1/chat/completions", "transfer-encoding: chunked", key=KEY).replace(b"content-length: 0\r\n", b"")
+    async with dial(quay.port) as client:
+        transport = client.writer.transport
+        transport.pause_reading()
+        transport.write(head)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + 0.4  # well within the second in which a refused request's bytes are taken
+        while loop.time() < until:
+            transport.write(b"100000\r\n" + bytes(2**20) + b"\r\n")
+            while transport.get_write_buffer_size() and loop.time() < until:
+                await asyncio.sleep(0.002)
+        transport.resume_reading()
+        assert_envelope(await client.response(), 413, "body_too_large")
+
+
 @pytest.mark.parametrize("size", [129 * 1024, 2 * 2**20, MAX_BODY_BYTES - 1000])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 async def test_legal_sizes_pass(quay, size, framing):

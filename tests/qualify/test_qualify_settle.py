@@ -155,7 +155,7 @@ def of(out: Path, answer: dict[str, Any]) -> Record:
 async def test_the_transfer_task(tmp_path: Path) -> None:
     """The same revision with a larger context and more at once: DEFER with the plan that settles it; measured by that: PASS."""
     out, shape = tmp_path / "records", TargetSlice(160, 4, 6)
-    async with SimulatorServer(dataclasses.replace(FAST, speed=200.0, max_model_len=128, max_num_seqs=4)) as sim:
+    async with SimulatorServer(dataclasses.replace(FAST, speed=8.0, max_model_len=128, max_num_seqs=4)) as sim:
         operator = Operator(tmp_path, sim.url)
         measured = plan(cell={"concurrency": [4]})
         before = await qualify(Request(policy.Backend(url=sim.url), measured, out), Quiet())

@@ -69,7 +69,8 @@ class Peer(asyncio.Protocol):
         self._writable.set()
 
     async def drained(self) -> None:
-        """Wait while TCP holds us back. Raises Gone."""
+        """Wait while TCP holds us back. Raises Gone. Always yields: a failed write is told by the loop, on its next turn."""
+        await asyncio.sleep(0)
         await self._writable.wait()
         if self.closed.is_set():
             raise Gone
