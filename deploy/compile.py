@@ -31,7 +31,7 @@ MODULES = {
         "bay", "breaker", "controller", "demand", "envelope", "grant", "lanes", "observed", "occupancy", "pool", "queue",
         "quotas", "shape", "shared", "topology", "waiting",
     ),
-    "forward": ("account", "connection", "relay", "sse", "upstream"),
+    "forward": ("account", "connection", "outbox", "relay", "sse", "upstream"),
     "observe": ("cells", "exchange", "histogram", "journal", "live", "metrics", "retest"),
 }  # fmt: skip
 SETUP = """

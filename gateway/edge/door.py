@@ -22,6 +22,7 @@ from gateway.edge.protocol import PlimsollProtocol
 from gateway.edge.reader import Bounds
 from gateway.edge.rules import PathRules
 from gateway.errors import Outcome, Reason, Refusal
+from gateway.forward.outbox import Outbox
 from gateway.observe.exchange import Exchange
 from gateway.observe.metrics import Metrics
 
@@ -45,6 +46,7 @@ class Door:
         self.draining = False
         self.jobs: set[Job] = set()
         self.connections = Connections()
+        self.outbox = Outbox()
         self._intake = intake
         self._metrics = metrics
         self._journal = journal

@@ -22,6 +22,7 @@ from gateway.edge.protocol import Bounds, PlimsollProtocol
 from gateway.edge.reader import body_too_large
 from gateway.edge.shell import Rules
 from gateway.errors import Outcome, Reason, Refusal
+from gateway.forward.outbox import Outbox
 from gateway.observe.exchange import Exchange
 
 SWEEP_S = 0.25
@@ -37,6 +38,7 @@ class Private:
         self.buffered_bytes = 0
         self.draining = False
         self.connections = Connections()
+        self.outbox = Outbox()
         self._rules = rules
         self._account = account
         self._limiter = limiter

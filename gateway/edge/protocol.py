@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 from gateway.edge.incoming import Incoming, Known
 from gateway.edge.reader import Bounds, Reader, Store
 from gateway.errors import Reason, Refusal
+from gateway.forward.outbox import HOLD_BYTES, Outbox
 from gateway.forward.relay import Brake
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Front(Store, Protocol):
     """What stands behind the listener."""
 
     draining: bool
+    outbox: Outbox
 
     def screen(self, client: PlimsollProtocol, incoming: Incoming) -> Refusal | bytes | None:
         """Judge a head: None to go on, a refusal, or a whole answer (a preflight's)."""
@@ -97,6 +99,7 @@ class PlimsollProtocol:
         self._linger_until: float | None = None
         self._linger_bytes = 0
         self._over = False
+        self._unsent = b""  # what is written at the end of this round of the loop
 
     @staticmethod
     def bound(front: Front) -> Callable[..., PlimsollProtocol]:
@@ -106,8 +109,22 @@ class PlimsollProtocol:
     # What the data path uses
 
     def write(self, data: bytes) -> None:
-        """Send bytes. Nothing happens when the client has left."""
-        if not self._over:
+        """Send bytes, at the latest at the end of this round of the loop. Nothing happens when the client has left."""
+        if self._over:
+            return
+        if self._unsent:
+            self._unsent += data
+        else:
+            self._unsent = data
+            self.front.outbox.post(self)
+        if len(self._unsent) > HOLD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write now what was kept for the end of the round."""
+        data = self._unsent
+        if data:
+            self._unsent = b""
             self.transport.write(data)
 
     def finished(self, *, keep_alive: bool) -> None:
@@ -129,12 +146,14 @@ class PlimsollProtocol:
     def hang_up(self) -> None:
         """Close when what was written has been sent. Without a last chunk before it, the client sees a cut answer."""
         if not self._over:
+            self.flush()
             self._over = True
             self.transport.close()
 
     def cut(self) -> None:
         """Close at once, dropping what was not sent."""
         self._over = True
+        self._unsent = b""
         self.transport.abort()
 
     @property
@@ -186,11 +205,13 @@ class PlimsollProtocol:
             self._advance()
 
     def eof_received(self) -> bool | None:
+        self.flush()
         self.leave()
         return None  # the transport closes itself
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._over = True
+        self._unsent = b""
         self.leave()
         self.front.disconnected(self)
         self._state.connections.discard(cast(Any, self))
@@ -260,7 +281,7 @@ class PlimsollProtocol:
                 self._turn_away(incoming, verdict)
                 return True
             if incoming.expects_continue and not incoming.whole:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not incoming.whole:
             return False
         self._begin(incoming)
@@ -274,7 +295,8 @@ class PlimsollProtocol:
             self._begin_asgi(incoming)
 
     def _begin_asgi(self, incoming: Incoming) -> None:
-        """Hand a whole request to the ASGI app through uvicorn's own cycle."""
+        """Hand a whole request to the ASGI app through uvicorn's own cycle, which writes to the transport itself."""
+        self.flush()
         path, _, query = incoming.target.partition(b"?")
         config, flow = self._config, self._flow
         assert flow is not None
@@ -316,7 +338,7 @@ class PlimsollProtocol:
         if isinstance(verdict, Refusal):
             self._answer_and_close(self.front.refuse(self, incoming, verdict), whole=incoming.whole)
         elif incoming.whole:
-            self.transport.write(verdict)
+            self.write(verdict)
             self._idle_since = time.monotonic()
             if not incoming.keep_alive:
                 self.hang_up()
@@ -329,16 +351,17 @@ class PlimsollProtocol:
     def _answer_and_close(self, data: bytes, *, whole: bool) -> None:
         """Closing on unread bytes resets the connection, which can take the answer with it: drop those for a moment."""
         self._reader.drop()
-        self.transport.write(data)
+        self.write(data)
         if whole or not self.transport.can_write_eof():
             self.hang_up()
             return
+        self.flush()
         self._over = True
         self._linger_until = time.monotonic() + LINGER_S
         self.transport.write_eof()
 
     def _linger(self, size: int) -> None:
-        """What is beyond the bound stays in the client's kernel: its writes wait, and it gets to read; a reset would be seen first."""
+        """What is beyond the bound stays in the client's kernel, so that it waits and reads: a reset would be seen first."""
         self._linger_bytes += size
         if self._linger_until is not None and self._linger_bytes > LINGER_BYTES:
             self.transport.pause_reading()

@@ -15,11 +15,13 @@ from typing import Protocol, cast
 
 import httptools
 
+from gateway.forward.outbox import Outbox
+
 MAX_HEADER_BYTES = 65_536
 MAX_HEADERS = 200
 MAX_INTERIM = 8  # 1xx answers before the real one
 MAX_KNOWN_HEAD_BYTES = 2048
-# Above this size it is worth knowing whether the last byte left before the connection broke (see `Connection.written`).
+# Above this size it is worth asking the kernel whether the last byte left before the connection broke (`Connection.written`).
 TRACKED_BODY_BYTES = 65_536
 
 Headers = list[tuple[bytes, bytes]]
@@ -65,6 +67,8 @@ class Sink(Protocol):
 class Owner(Protocol):
     """The pool that a connection belongs to."""
 
+    outbox: Outbox
+
     def opened(self, connection: Connection) -> None: ...
     def closed(self, connection: Connection) -> None: ...
     def release(self, connection: Connection) -> None: ...
@@ -97,6 +101,7 @@ class Connection:
         "_status",
         "_told_head",
         "_transport",
+        "_unsent",
         "config",
         "fields",
         "idle_since",
@@ -121,7 +126,8 @@ class Connection:
         self.idle_since = 0.0
         self.reusable = True
         self.pooled = False  # only once it is attested
-        self.written = True  # the last byte of the request was handed to the kernel; True where that is not tracked
+        self.written = True  # the last byte of the request was handed to the kernel
+        self._unsent = b""  # a request that is written at the end of this round of the loop
         self._expect_response()
 
     def _expect_response(self) -> None:
@@ -140,18 +146,28 @@ class Connection:
         if self._sink is not None or not self.reusable:
             raise RuntimeError("a connection carries one request at a time")
         self._sink = sink
+        self.written = False
         if len(request) > TRACKED_BODY_BYTES:
-            self.written = False
             self._transport.set_write_buffer_limits(high=0)  # resume_writing then means: all is with the kernel
             self._transport.write(request)
             if self._transport.get_write_buffer_size() == 0:
                 self.written = True
         else:
+            self._unsent = request
+            self._owner.outbox.post(self)
+
+    def flush(self) -> None:
+        """Write the request that was sent in this round, unless the connection was dropped since."""
+        request = self._unsent
+        if request:
+            self._unsent = b""
+            self.written = True
             self._transport.write(request)
 
     def abort(self) -> None:
         """Drop the connection and with it the request; the sink hears nothing more. Safe to call twice."""
         self._sink = None
+        self._unsent = b""
         self.reusable = False
         self._transport.abort()
 
@@ -271,6 +287,7 @@ class Connection:
 
     def _closed_by_peer(self, message: str) -> None:
         self.reusable = False
+        self._unsent = b""
         sink = self._sink
         if sink is None:
             return

@@ -20,6 +20,7 @@ from typing import Any
 from gateway.forward.connection import Connection, FailureKind, Headers, Sink, UpstreamFailure
 from gateway.forward.endpoint import Endpoint
 from gateway.forward.fetch import Answer, BrokenAnswer, fetch
+from gateway.forward.outbox import Outbox
 
 __all__ = [
     "Answer", "BrokenAnswer", "ConnectFailed", "Connection", "FailureKind", "Headers", "Sink", "Upstream", "UpstreamFailure",
@@ -69,6 +70,7 @@ class Upstream:
         self.endpoint = endpoint
         self.attest = attest
         self.connections: set[Connection] = set()
+        self.outbox = Outbox()
         self._connect_timeout_s = connect_timeout_s
         self._expect = expect
         self._on_identity = on_identity

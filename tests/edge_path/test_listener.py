@@ -194,6 +194,26 @@ async def test_pipelined_requests_are_answered_in_turn():
         assert len(up.requests) == 3
 
 
+async def test_pipelined_answers_keep_their_order_whoever_gives_them():
+    """The data path, the ASGI app and a refusal write in turn on one connection."""
+    models = b"GET /v1/models HTTP/1.1\r\nhost: g\r\n" + KEY_LINE + b"\r\n"
+    async with serving(script) as up, gateway(up) as port, wire(port) as client:
+        await client.send(post() + models + models + post() + post(model="nowhere") + models + post())
+        bodies = [(await client.response()).body for _ in range(7)]
+    app = b"GET /v1/models "
+    assert [body if body == app else orjson.loads(body).keys() & {"choices", "error"} for body in bodies] == [
+        {"choices"}, app, app, {"choices"}, {"error"}, app, {"choices"},
+    ]  # fmt: skip
+
+
+async def test_an_answer_reaches_a_client_that_half_closed_in_the_same_segment():
+    """A refusal that is ready at once is not lost with the end of the client's side."""
+    async with serving(script) as up, gateway(up) as port, wire(port) as client:
+        client.writer.write(post(model="nowhere"))
+        client.writer.write_eof()
+        assert (await client.response()).code == "model_not_found"
+
+
 async def test_pipelined_requests_in_small_pieces():
     async with serving(script) as up, gateway(up) as port, wire(port) as client:
         raw = post() * 3
