@@ -1,27 +1,27 @@
 """The listener's side of a connection: which request is worked on, and when it is over.
 
 Owns: one request at a time, bytes that come meanwhile, keep-alive, the deadlines of arriving requests, the notice that a
-client has left, and the way out to the ASGI app for routes that are not proxied.
+client has left.
 Promises: a request is screened before its body is kept; a half-close is a departure; a refused upload is not read.
-Talks to: a `Reader` (bytes to requests), a `Front` (the data path), and uvicorn, whose `http=` class this is.
+Talks to: a `Reader` (bytes to requests), a `Front` (the data path), a `Handover` (what the ASGI app answers), and uvicorn, whose
+`http=` class this is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
-from urllib.parse import unquote
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
+from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.server import ServerState
 
+from gateway.edge.handover import Handover
 from gateway.edge.incoming import Incoming, Known
 from gateway.edge.reader import Bounds, Reader, Store
 from gateway.errors import Reason, Refusal
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Bounds", "Front", "PlimsollProtocol"]
 
-_LOG = logging.getLogger("uvicorn.error")
 MAX_PENDING_BYTES = 65_536  # of later requests, while one is worked on
 LINGER_S = 1.0  # how long bytes of a refused request are read and dropped, so that the client gets to read the answer
 LINGER_BYTES = 4_194_304
@@ -86,9 +85,8 @@ class PlimsollProtocol:
         self.brake: Brake | None = None
         self.job: Job | None = None
         self.paused_at: float | None = None  # since when the client has not taken what was written
-        self._config = config
         self._state = server_state
-        self._app_state = app_state
+        self._handover = Handover(config, server_state, app_state, self.loop)
         self._flow: FlowControl | None = None
         self._cycle: RequestResponseCycle | None = None  # of a request that the ASGI app answers
         self._reader = Reader(front)
@@ -295,37 +293,10 @@ class PlimsollProtocol:
             self._begin_asgi(incoming)
 
     def _begin_asgi(self, incoming: Incoming) -> None:
-        """Hand a whole request to the ASGI app through uvicorn's own cycle, which writes to the transport itself."""
-        self.flush()
-        path, _, query = incoming.target.partition(b"?")
-        config, flow = self._config, self._flow
+        flow = self._flow
         assert flow is not None
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": config.asgi_version, "spec_version": "2.3"},
-            "http_version": "1.0" if incoming.http_1_0 else "1.1",
-            "server": get_local_addr(self.transport),
-            "client": self.client,
-            "scheme": "https" if is_ssl(self.transport) else "http",
-            "method": incoming.method.decode("ascii"),
-            "root_path": config.root_path,
-            "path": unquote(path.decode("latin-1")),
-            "raw_path": path,
-            "query_string": query,
-            "headers": incoming.headers,
-            "state": self._app_state.copy(),
-        }
-        cycle = self._cycle = RequestResponseCycle(
-            scope=cast(Any, scope), transport=self.transport, flow=flow, logger=_LOG, access_logger=_LOG,
-            access_log=False, default_headers=self._state.default_headers, message_event=asyncio.Event(),
-            expect_100_continue=False, keep_alive=incoming.keep_alive and not incoming.http_1_0, on_response=self._asgi_done,
-        )  # fmt: skip
-        cycle.body = bytearray(incoming.take_body())
-        cycle.more_body = False
-        cycle.message_event.set()
-        task = self.loop.create_task(cycle.run_asgi(config.loaded_app))
-        task.add_done_callback(self._state.tasks.discard)
-        self._state.tasks.add(task)
+        self.flush()  # the app writes to the transport itself
+        self._cycle = self._handover.begin(incoming, self.transport, self.client, flow, self._asgi_done)
 
     def _asgi_done(self) -> None:
         cycle, self._cycle = self._cycle, None
