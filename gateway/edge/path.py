@@ -240,6 +240,7 @@ class DataPath(Door):
             if relay is not None:
                 relay.abandon()
             self._dispatch.fail(job, Refusal(Reason.INTERNAL_ERROR, "Something went wrong inside the gateway."))
+            job.client.flush()  # the loop drops a connection whose reader raised
         now = time.monotonic()
         if relay is not None:
             job.exchange.first_at, job.exchange.last_at = relay.first_at, relay.last_at

@@ -273,6 +273,7 @@ local function set_head(text)
   end
   if not waits_already(ask[TENANT], ask[PRIO], list) then
     set_vtime(ask[PRIO], ask[TENANT], math.max(vtime(ask[PRIO], ask[TENANT]), vtime(ask[PRIO], '')))
+    redis.call('PEXPIRE', VT, ttl_ms)
   end
   put_head(head)
 end

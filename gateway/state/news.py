@@ -24,6 +24,10 @@ log = logging.getLogger("plimsoll.state")
 KEPT_MS = 86_400_000
 MOST_RECORDS = 1000
 MOST_SIGNATURES = 64  # of one record
+_ADD = b"""
+redis.call('SADD', KEYS[1], unpack(ARGV, 2))
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+"""  # in one go: whoever dies in between leaves a key that stays for ever
 Kept = tuple[str, Callable[[], bytes], tuple[str, ...]]
 """A record's name, its bytes, and its signatures as lines."""
 
@@ -68,10 +72,10 @@ class News:
                 is_new = name not in self._put
                 if is_new:
                     await link.send("SET", self._record + name, raw(), "NX", "PX", KEPT_MS)
-                    await link.send("SADD", self._index, name)
+                    await link.send("EVAL", _ADD, "1", self._index, KEPT_MS, name)
                 lines = [line for line in signatures[:MOST_SIGNATURES] if line not in self._put.get(name, ())]
                 if lines:
-                    await link.send("SADD", self._signed + name, *lines)
+                    await link.send("EVAL", _ADD, "1", self._signed + name, KEPT_MS, *lines)
                 self._put[name] = frozenset(signatures)
                 self._here[name] = self._here.get(name, frozenset()) | frozenset(signatures)
                 if is_new or lines:

@@ -174,7 +174,8 @@ class Stage:
         for segment in segments:
             if transport.closed:
                 break
-            protocol.data_received(segment)
+            self.loop.call_soon(protocol.data_received, segment)
+            self.turn()
             if one_by_one:
                 self._settle(protocol)
         self._settle(protocol)
@@ -193,6 +194,7 @@ class Stage:
                 self.turn()
             else:  # a thread is at work: a body that has to be decoded
                 self.loop.run_until_complete(asyncio.sleep(0.001))
+        self.turn()  # at whose end the last answer is written
         assert not self.site.path.jobs and not protocol.busy, "a request hangs"
 
     def _check(self, out: bytes) -> None:
