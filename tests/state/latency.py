@@ -2,7 +2,8 @@
 
 Two gateways before the benchmark's stand-in, one with its state in memory, one with a real Redis on the loopback, under the same
 paced load in turns, so that what else the machine does meets both. Milliseconds from the intended time of sending to the end of
-the answer; the figures are the medians over the rounds.
+the answer; the figures are the medians over the rounds. `ping`: one bare PING at the same pace, which is what this machine takes
+for a round trip to a process that sleeps; nothing that asks Redis once can add less.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import uvloop
 import yaml
 
 from tests.bench import fixture
@@ -68,11 +71,27 @@ async def paced(port: int, rate: int) -> dict[str, float]:
     return found
 
 
+async def pings(port: int, rate: int) -> dict[str, float]:
+    """One round of bare round trips to Redis, milliseconds."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    loop, took = asyncio.get_running_loop(), []
+    begun = loop.time()
+    for number in range(rate * SECONDS):
+        await asyncio.sleep(begun + number / rate - loop.time())
+        sent = time.perf_counter()
+        writer.write(b"PING\r\n")
+        await reader.readline()
+        took.append((time.perf_counter() - sent) * 1000)
+    writer.close()
+    took.sort()
+    return {"p50": took[len(took) // 2], "p99": took[len(took) * 99 // 100]}
+
+
 def measure(folder: Path, redis: RedisServer, rate: int, rounds: int) -> dict[str, Any]:
     backend = free_port()
     states = {"memory": {"url": "memory"}, "redis": {"url": redis.url, "lease_s": 2}}
     ports: dict[str, int] = {}
-    rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in states}
+    rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in (*states, "ping")}
     with ExitStack() as stack:
         stack.enter_context(running("tests.bench.standin", str(backend)))
         for kind, state in states.items():
@@ -85,6 +104,8 @@ def measure(folder: Path, redis: RedisServer, rate: int, rounds: int) -> dict[st
                 row = asyncio.run(paced(port, rate))
                 if turn:  # the first warms up
                     rows[kind].append(row)
+            if turn:
+                rows["ping"].append(uvloop.run(pings(redis.port, rate)))
     found = {k: {q: round(statistics.median(r[q] for r in of), 3) for q in ("p50", "p99")} for k, of in rows.items()}
     added = {q: round(found["redis"][q] - found["memory"][q], 3) for q in ("p50", "p99")}
     return {"requests_per_s": rate, "rounds": rounds, "ms": found, "added_ms": added, "load_average": os.getloadavg()[0]}
