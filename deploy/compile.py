@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "": ("counting", "errors", "fleet", "ledgers"),
     "edge": (
-        "body", "checks", "content", "dispatch", "door", "features", "incoming", "intake", "job", "keys", "path", "protocol",
-        "reader", "responses", "retry_budget", "strict_json", "tokens",
+        "agreement", "body", "checks", "content", "dispatch", "door", "features", "incoming", "intake", "job", "keys", "path",
+        "protocol", "reader", "responses", "retry_budget", "strict_json", "tokens",
     ),
     "flow": (
         "bay", "breaker", "controller", "demand", "envelope", "grant", "lanes", "observed", "occupancy", "pool", "queue",

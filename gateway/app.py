@@ -116,7 +116,7 @@ class App:
             journal=accounts,
             retries=self.retries,
             upstreams=self._upstreams,
-            confirm=self.sharing.confirm if self.sharing is not None else None,
+            agreement=self.sharing,
         )
         facts = Facts(
             classes=lambda: tuple(self.policy.queue.classes),

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.apart import Apart
 from gateway.asks import Asks
@@ -32,6 +32,16 @@ log = logging.getLogger("plimsoll.state")
 TICK_S = 0.05
 WANTED = 6  # lease times that a backend nobody asks for is still beaten for
 TRIES = 3
+
+
+class Asked(NamedTuple):
+    """An acquire that is under way for a provisional grant."""
+
+    mooring: Mooring
+    ask: Ask
+    head: Ask | None
+    generation: int
+    pending: asyncio.Future[Answer]
 
 
 class Replicas:
@@ -65,11 +75,44 @@ class Replicas:
 
     # The request path
 
-    async def confirm(self, grant: Grant) -> Grant:
-        """Have a provisional grant agreed, waiting for room where others hold it. Raises Refused."""
-        taken = self._take(grant)
+    def ask(self, grant: Grant) -> Asked | None:
+        """Ask for a provisional grant, and wait for nothing. None where something has to be seen to first: `confirm` does."""
+        envelope = self.controller.envelope(grant.backend)
+        if self._lost is not None or envelope is None or (self.quotas is not None and self.quotas.concern(grant.demand)):
+            return None
+        mooring, now = self.mooring(grant.backend), self._clock()
+        if not mooring.trusted(now):
+            return None
+        mooring.wanted_until = now + WANTED * self._lease_s
+        ask, head = self._asks.of(mooring, grant, envelope), self._asks.head(mooring)
+        return Asked(mooring, ask, head, mooring.generation, self.store.acquire(mooring.name, ask, head))
+
+    def agreed(self, grant: Grant, asked: Asked) -> bool:
+        """Whether the answer, which has come, is the lease; if not, `confirm` goes on from it."""
+        mooring, pending = asked.mooring, asked.pending
+        if pending.exception() is not None or asked.generation != mooring.generation:
+            return False
+        answer = pending.result()
+        if answer.verdict is not Verdict.GRANTED:
+            return False
+        mooring.head = asked.head.lease if asked.head is not None else ""
+        grant.lease = Lease(mooring, asked.ask)
+        mooring.heard(answer)
+        return True
+
+    def withdraw(self, grant: Grant, asked: Asked | None) -> None:
+        """The caller has left before the answer was taken up: nothing stays leased for it."""
+        if asked is not None:
+            asked.pending.add_done_callback(lambda done: self._orphan(asked.mooring, asked.ask, done))
+        grant.give_back(self._clock())
+
+    async def confirm(self, grant: Grant, asked: Asked | None = None) -> Grant:
+        """Have a provisional grant agreed, waiting for room where others hold it. Raises Refused.
+
+        `asked`: what was asked for it already."""
+        taken = self._take(grant) if asked is None else None
         if taken is None:
-            return await self._agreed(grant)
+            return await self._agreed(grant, asked)
         try:
             grant = await self._agreed(grant)
         except (Refused, asyncio.CancelledError):
@@ -114,32 +157,39 @@ class Replicas:
             grant.lease.quota = taken
         return grant
 
-    async def _agreed(self, grant: Grant) -> Grant:
+    async def _agreed(self, grant: Grant, asked: Asked | None = None) -> Grant:
         while True:
             mooring = self.mooring(grant.backend)
-            envelope = self.controller.envelope(grant.backend)
-            if self._lost is not None or envelope is None:
-                if self._without(mooring, grant, envelope):
-                    return grant
-                grant = await self.controller.wait(self._back(grant))
-                continue
-            mooring.wanted_until = self._clock() + WANTED * self._lease_s
-            ask = self._asks.of(mooring, grant, envelope)
-            answer = await self._acquire(mooring, grant, ask)
+            if asked is not None:
+                ask = asked.ask
+            else:
+                envelope = self.controller.envelope(grant.backend)
+                if self._lost is not None or envelope is None:
+                    if self._without(mooring, grant, envelope):
+                        return grant
+                    grant = await self.controller.wait(self._back(grant))
+                    continue
+                mooring.wanted_until = self._clock() + WANTED * self._lease_s
+                ask = self._asks.of(mooring, grant, envelope)
+            answer = await self._acquire(mooring, grant, ask, asked)
+            asked = None
             if answer.verdict is Verdict.GRANTED:
                 grant.lease = Lease(mooring, ask)
                 mooring.heard(answer)
                 return grant
             grant = await self._again(mooring, grant, ask, answer)
 
-    async def _acquire(self, mooring: Mooring, grant: Grant, ask: Ask) -> Answer:
+    async def _acquire(self, mooring: Mooring, grant: Grant, ask: Ask, asked: Asked | None) -> Answer:
         for _ in range(TRIES):
             pending: asyncio.Future[Answer] | None = None
             try:
-                if not mooring.trusted(self._clock()):
-                    await self._register(mooring)
-                generation, head = mooring.generation, self._asks.head(mooring)
-                pending = self.store.acquire(mooring.name, ask, head)
+                if asked is not None:
+                    generation, head, pending, asked = asked.generation, asked.head, asked.pending, None
+                else:
+                    if not mooring.trusted(self._clock()):
+                        await self._register(mooring)
+                    generation, head = mooring.generation, self._asks.head(mooring)
+                    pending = self.store.acquire(mooring.name, ask, head)
                 answer = await asyncio.shield(pending)
                 if answer.verdict is Verdict.UNREGISTERED:
                     await self._register(mooring)

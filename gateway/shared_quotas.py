@@ -94,6 +94,11 @@ class SharedQuotas:
         if claim is not None:
             claim.release()
 
+    @staticmethod
+    def concern(demand: Demand) -> bool:
+        """Whether there is anything to ask for."""
+        return demand.limits is not None and any(limit is not None for limit in demand.limits)
+
     def take(self, demand: Demand, place: Waiting | None = None) -> Taken | None:
         """Ask for one request, its reserved tokens and a place in the count, unless it waited in one; None without any quota."""
         claim = self._claims.pop(place, None) if place is not None else None

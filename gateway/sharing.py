@@ -23,7 +23,7 @@ from gateway.flow.shared import SharedController
 from gateway.forward.sightings import MIXED_WINDOW_S
 from gateway.forward.watch import Counted
 from gateway.observe.retest import Ledger
-from gateway.replicas import Replicas
+from gateway.replicas import Asked, Replicas
 from gateway.shared_ledger import SAID_S, SharedLedger
 from gateway.shared_quotas import SharedQuotas
 from gateway.state.leases import StateLost
@@ -77,6 +77,7 @@ class Sharing:
             on_state=self._replicas.state,
         )
 
+        self.agreed, self.withdraw = self._replicas.agreed, self._replicas.withdraw
         self._replicas.quotas = SharedQuotas(self._store, state.namespace, state.lease_s)
         self.ledger = SharedLedger(self._store, state.namespace, ledger)
         self._news = News(
@@ -95,9 +96,15 @@ class Sharing:
             self.ledger.forgotten()
             self._news.forgotten()
 
-    async def confirm(self, grant: Grant) -> Grant:
+    def ask(self, grant: Grant) -> Asked | None:
+        """As of the replicas. A gateway that only observes asks nobody."""
+        return None if self._policy().enforcement == "observe" else self._replicas.ask(grant)
+
+    async def confirm(self, grant: Grant, asked: Asked | None) -> Grant:
         """Have a grant agreed with the others. Raises Refused. A gateway that only observes holds nothing back."""
-        return grant if self._policy().enforcement == "observe" else await self._replicas.confirm(grant)
+        if asked is None and self._policy().enforcement == "observe":
+            return grant
+        return await self._replicas.confirm(grant, asked)
 
     async def run(self) -> None:
         """Stay connected and alive until cancelled."""

@@ -15,6 +15,7 @@ from gateway.errors import Reason
 from gateway.flow import deadlines
 
 if TYPE_CHECKING:
+    from gateway.edge.agreement import Provisional
     from gateway.edge.body import Parsed
     from gateway.edge.incoming import Incoming
     from gateway.edge.protocol import PlimsollProtocol
@@ -47,8 +48,8 @@ class Job:
 
     __slots__ = (
         "answered", "caller_due", "client", "demand", "dispatched", "exchange", "grant", "incoming", "keep_alive",
-        "limit_written", "model", "parsed", "path", "progress", "progress_at", "relay", "retried", "retries", "rules", "started",
-        "task", "tenant", "waiting",
+        "limit_written", "model", "parsed", "path", "progress", "progress_at", "provisional", "relay", "retried", "retries",
+        "rules", "started", "task", "tenant", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +74,7 @@ class Job:
         self.started = False  # whether the task has begun: one that has not ends without a trace when it is cancelled
         self.retried = False
         self.waiting: Waiting | None = None  # its place in the queue, until the task takes it over
+        self.provisional: Provisional | None = None  # a grant that others have to agree to, until the task takes it over
         self.grant: Grant | None = None
         self.relay: Relay | None = None
         self.dispatched = False  # under the present grant

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
+from gateway.edge.agreement import Agreement, Provisional
 from gateway.edge.dispatch import Backends, Dispatch, unreachable
 from gateway.edge.door import DRAINING, Door, Journal
 from gateway.edge.incoming import Incoming
@@ -26,6 +29,7 @@ from gateway.flow.breaker import Result
 from gateway.flow.controller import Controller
 from gateway.flow.demand import Demand
 from gateway.flow.grant import Grant
+from gateway.flow.waiting import Waiting
 from gateway.forward.relay import End
 from gateway.forward.upstream import ConnectFailed, Headers, Upstream, UpstreamFailure
 from gateway.observe.metrics import Metrics
@@ -54,14 +58,14 @@ class DataPath(Door):
         journal: Journal,
         retries: RetryBudget,
         upstreams: Callable[[], Iterable[Upstream]],
-        confirm: Callable[[Grant], Awaitable[Grant]] | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         super().__init__(rules, bounds, intake, metrics, journal)
         self._controller = controller
         self._backends = backends
         self._retries = retries
         self._upstreams = upstreams
-        self._confirm = confirm  # has a grant agreed with the other replicas, where there are any
+        self._agreement = agreement  # with the other replicas, where there are any
         self._dispatch = Dispatch(backends, metrics, self._attempt_id)
         self._ticks = 0
         self._quiet = asyncio.Event()  # draining, and nothing runs any more
@@ -79,8 +83,30 @@ class DataPath(Door):
             parsed = self._intake.read_now(job)  # parse; the model is one this tenant may use
             demand = self._intake.demand_now(job, parsed) if parsed is not None else None  # the shape, where a bound tells
             grant = self._admit_now(job, demand) if demand is not None else None  # a slice holds it beside all in flight
-            if grant is None or not self._dispatch.send_now(job, grant):  # an idle connection; the relay answers
+            if job.provisional is not None and job.provisional.asked is not None:  # the others are asked
+                job.provisional.asked.pending.add_done_callback(partial(self._answered, job))
+            elif grant is None or not self._dispatch.send_now(job, grant):  # an idle connection; the relay answers
                 job.task = client.loop.create_task(self._serve_waiting(job))
+            under_way = True
+        except Refused as refused:
+            self._turn_down(job, refused.refusal)
+        finally:
+            if not under_way:
+                self._close(job)
+
+    def _answered(self, job: Job, _: asyncio.Future[Any]) -> None:
+        """The other replicas have answered; where it is yes, everything else can be had at once."""
+        provisional, agreement = job.provisional, self._agreement
+        if provisional is None or agreement is None:
+            return  # the client has left, which was seen to
+        under_way, sent = False, False
+        try:
+            if agreement.agreed(provisional.grant, provisional.asked):
+                job.provisional, now = None, time.monotonic()
+                job.exchange.queue_s += now - provisional.entered
+                sent = self._dispatch.send_now(job, self._admitted(job, provisional.grant, now))
+            if not sent:
+                job.task = job.client.loop.create_task(self._serve_waiting(job))
             under_way = True
         except Refused as refused:
             self._turn_down(job, refused.refusal)
@@ -150,29 +176,35 @@ class DataPath(Door):
 
     def _admit_now(self, job: Job, demand: Demand) -> Grant | None:
         """The grant, where it is to be had at once; None when the request has to wait for it. Raises Refused."""
-        if self._confirm is not None:  # other replicas have to agree
-            return None
         now = time.monotonic()
         answer = self._controller.request(demand, now)
-        if isinstance(answer, Grant):
-            return self._admitted(job, answer, now)
         if isinstance(answer, Refusal):
             raise Refused(answer)
-        job.waiting = answer
+        if isinstance(answer, Grant):
+            if self._agreement is None:
+                return self._admitted(job, answer, now)
+            job.provisional = Provisional(answer, self._agreement.ask(answer), now)
+        else:
+            job.waiting = answer
         return None
 
     async def _admit(self, job: Job, demand: Demand) -> Grant:
         """Wait for the grant, and for the other replicas to agree. Raises Refused."""
-        entered = time.monotonic()
+        entered, asked = time.monotonic(), None
         waiting, job.waiting = job.waiting, None
-        answer = waiting or self._controller.request(demand, entered)
+        provisional, job.provisional = job.provisional, None
+        answer: Grant | Waiting | Refusal
+        if provisional is not None:
+            answer, asked, entered = provisional
+        else:
+            answer = waiting or self._controller.request(demand, entered)
         if isinstance(answer, Refusal):
             raise Refused(answer)
         try:
             if not isinstance(answer, Grant):
                 answer = await self._controller.wait(answer)
-            if self._confirm is not None:
-                answer = await self._confirm(answer)
+            if self._agreement is not None:
+                answer = await self._agreement.confirm(answer, asked)
         finally:
             now = time.monotonic()
             job.exchange.queue_s += now - entered
@@ -246,6 +278,9 @@ class DataPath(Door):
             job.exchange.first_at, job.exchange.last_at = relay.first_at, relay.last_at
         if job.waiting is not None:
             self._controller.leave(job.waiting)
+        if job.provisional is not None and self._agreement is not None:
+            self._agreement.withdraw(job.provisional.grant, job.provisional.asked)
+            job.provisional = None
         self._settle(job, now)
         self.jobs.discard(job)
         self._account(job.exchange, now)

@@ -30,6 +30,8 @@ _UNUSABLE = ("LOADING", "OOM", "NOAUTH", "WRONGPASS", "READONLY", "MASTERDOWN", 
              "MOVED", "ASK", "TRYAGAIN")  # fmt: skip
 
 Message = Callable[[bytes, bytes], None]
+Receiver = Callable[[Any, Exception | None], None]
+"""Takes an answer, or why there is none. Called from the socket's events; it must not raise."""
 
 
 class Link(asyncio.Protocol):
@@ -53,7 +55,7 @@ class Link(asyncio.Protocol):
         self._on_up, self._on_lost, self._on_message = on_up, on_lost, on_message
         self._transport: asyncio.Transport | None = None
         self._reader = hiredis.Reader(protocolError=hiredis.ProtocolError, replyError=hiredis.ReplyError)
-        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
+        self._waiting: deque[tuple[float, Receiver]] = deque()
         self._out: list[bytes] = []
         self._down = asyncio.Event()
         self._checking = False
@@ -69,27 +71,41 @@ class Link(asyncio.Protocol):
     def send(self, *words: bytes | str | int) -> asyncio.Future[Any]:
         """One command; its answer, or StateLost or hiredis.ReplyError."""
         if not self.up:
-            return self.failed("there is no connection to Redis")
+            return failed("there is no connection to Redis")
         return self._send(words)
 
+    def call(self, receiver: Receiver, *words: bytes | str | int) -> None:
+        """One command, whose answer is handed over in the moment in which it comes."""
+        if self.up:
+            self._ask(receiver, words)
+        else:
+            receiver(None, StateLost("there is no connection to Redis"))
+
     def _send(self, words: Sequence[bytes | str | int]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def receive(reply: Any, error: Exception | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(reply)
+            else:
+                future.set_exception(error)
+                future.exception()  # whoever asked may have left: then nobody reads it
+
+        self._ask(receive, words)
+        return future
+
+    def _ask(self, receiver: Receiver, words: Sequence[bytes | str | int]) -> None:
         loop = asyncio.get_running_loop()
         if not self._out:
             loop.call_soon(self._flush)
         self._out.append(hiredis.pack_command(tuple(words)))  # type: ignore[arg-type]  # the stub knows one word only
-        future = loop.create_future()
         now = loop.time()
-        self._waiting.append((now, future))
+        self._waiting.append((now, receiver))
         if not self._checking:
             self._checking = True
             loop.call_at(now + self._timeout_s, self._check)
-        return future
-
-    def failed(self, why: str) -> asyncio.Future[Any]:
-        """The answer to a command that cannot be sent."""
-        future = asyncio.get_running_loop().create_future()
-        future.set_exception(StateLost(why))
-        return future
 
     def _flush(self) -> None:
         out, self._out = self._out, []
@@ -119,10 +135,8 @@ class Link(asyncio.Protocol):
         self._out = []
         if was_up:
             self._on_lost(why)
-        for _, future in waiting:
-            if not future.done():
-                future.set_exception(StateLost(why))
-                future.exception()  # whoever asked may have left: then nobody reads it
+        for _, receive in waiting:
+            receive(None, StateLost(why))
         self._down.set()
 
     # The socket
@@ -144,18 +158,14 @@ class Link(asyncio.Protocol):
                 return
         if not self._waiting:
             return
-        _, future = self._waiting.popleft()
-        if isinstance(reply, hiredis.ReplyError):
-            if str(reply).split(" ", 1)[0] in _UNUSABLE:
-                if not future.done():
-                    future.set_exception(StateLost(str(reply)))
-                    future.exception()
-                self.fail(str(reply))
-            elif not future.done():
-                future.set_exception(reply)
-                future.exception()
-        elif not future.done():
-            future.set_result(reply)
+        _, receive = self._waiting.popleft()
+        if not isinstance(reply, hiredis.ReplyError):
+            receive(reply, None)
+        elif str(reply).split(" ", 1)[0] in _UNUSABLE:
+            receive(None, StateLost(str(reply)))
+            self.fail(str(reply))
+        else:
+            receive(None, reply)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._transport is not None:
@@ -218,3 +228,11 @@ class Link(asyncio.Protocol):
     def _credentials(self) -> tuple[str, ...]:
         password = self._options.get("password")
         return () if password is None else ("AUTH", self._options.get("username") or "default", password)
+
+
+def failed(why: str) -> asyncio.Future[Any]:
+    """The answer to a command that cannot be sent."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.set_exception(StateLost(why))
+    future.exception()
+    return future

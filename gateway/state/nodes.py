@@ -17,7 +17,7 @@ import hiredis
 from redis.crc import key_slot
 
 from gateway.state.leases import StateLost
-from gateway.state.link import CONNECT_S, Link, Message
+from gateway.state.link import CONNECT_S, Link, Message, Receiver, failed
 
 SLOTS = 16384
 _ANYWHERE = frozenset({"PUBLISH", "SUBSCRIBE"})  # the cluster carries messages to every node
@@ -59,10 +59,20 @@ class Nodes:
     def send(self, *words: bytes | str | int) -> asyncio.Future[Any]:
         """One command, to the master of its key; its answer, or StateLost or hiredis.ReplyError."""
         if not self.up:
-            return self._home.failed("there is no connection to Redis")
+            return failed("there is no connection to Redis")
+        return self._for(words).send(*words)
+
+    def call(self, receiver: Receiver, *words: bytes | str | int) -> None:
+        """One command, to the master of its key, whose answer is handed over in the moment in which it comes."""
+        if self.up:
+            self._for(words).call(receiver, *words)
+        else:
+            receiver(None, StateLost("there is no connection to Redis"))
+
+    def _for(self, words: tuple[bytes | str | int, ...]) -> Link:
         if not self._ranges or words[0] in _ANYWHERE:
-            return self._home.send(*words)
-        return self._of(str(words[3 if words[0] in _AFTER_COUNT else 1])).send(*words)
+            return self._home
+        return self._of(str(words[3 if words[0] in _AFTER_COUNT else 1]))
 
     def everywhere(self, *words: bytes | str | int) -> None:
         """One command to every master; nobody waits for the answers."""

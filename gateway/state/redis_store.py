@@ -144,20 +144,21 @@ class RedisLeases:
             self.link.run_of(names[0]), *more,
         )  # fmt: skip
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.link.send("FCALL", FUNCTION, *words).add_done_callback(lambda sent: self._done(sent, answer, words))
+        self.link.call(lambda reply, error: self._done(reply, error, answer, words), "FCALL", FUNCTION, *words)
         return answer
 
-    def _done(self, sent: asyncio.Future[Any], answer: asyncio.Future[Answer], words: tuple[bytes | str, ...] | None) -> None:
-        error = sent.exception()
+    def _done(
+        self, reply: Any, error: Exception | None, answer: asyncio.Future[Answer], words: tuple[bytes | str, ...] | None
+    ) -> None:
         if error is not None and "Function not found" in str(error) and words is not None:
             self.link.everywhere("FUNCTION", "LOAD", "REPLACE", LIBRARY)
-            self.link.send("FCALL", FUNCTION, *words).add_done_callback(lambda again: self._done(again, answer, None))
+            self.link.call(lambda again, odd: self._done(again, odd, answer, None), "FCALL", FUNCTION, *words)
             return
         if answer.done():
             return
         if error is None:
             try:
-                answer.set_result(_parse(sent.result()))
+                answer.set_result(_parse(reply))
                 return
             except (ValueError, TypeError, IndexError, AttributeError) as odd:
                 error = hiredis.ReplyError(f"an answer that is none to what was asked: {odd}")
