@@ -17,6 +17,7 @@ from gateway.shared_quotas import Taken
 from gateway.state.leases import Answer, Ask, LeaseStore, Row, Rules, Verdict, View
 
 BEATS = 4  # in one lease time
+WANTED = 6  # lease times that a backend nobody asks for is still beaten for
 SAFETY = 0.9  # of a lease time: after so long without a beat nothing is sent any more
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from gateway import policy as policies
+from gateway.agreeing import Asked
 from gateway.apart import APART
 from gateway.breaker_hints import BreakerHints
 from gateway.evidence.record import dump
@@ -23,7 +24,7 @@ from gateway.flow.shared import SharedController
 from gateway.forward.sightings import MIXED_WINDOW_S
 from gateway.forward.watch import Counted
 from gateway.observe.retest import Ledger
-from gateway.replicas import Asked, Replicas
+from gateway.replicas import Replicas
 from gateway.shared_ledger import SAID_S, SharedLedger
 from gateway.shared_quotas import SharedQuotas
 from gateway.state.leases import StateLost
@@ -77,7 +78,8 @@ class Sharing:
             on_state=self._replicas.state,
         )
 
-        self.agreed, self.withdraw = self._replicas.agreed, self._replicas.withdraw
+        self._agreeing = self._replicas.agreeing
+        self.agreed, self.withdraw = self._agreeing.agreed, self._agreeing.withdraw
         self._replicas.quotas = SharedQuotas(self._store, state.namespace, state.lease_s)
         self.ledger = SharedLedger(self._store, state.namespace, ledger)
         self._news = News(
@@ -98,13 +100,13 @@ class Sharing:
 
     def ask(self, grant: Grant) -> Asked | None:
         """As of the replicas. A gateway that only observes asks nobody."""
-        return None if self._policy().enforcement == "observe" else self._replicas.ask(grant)
+        return None if self._policy().enforcement == "observe" else self._agreeing.ask(grant)
 
     async def confirm(self, grant: Grant, asked: Asked | None) -> Grant:
         """Have a grant agreed with the others. Raises Refused. A gateway that only observes holds nothing back."""
         if asked is None and self._policy().enforcement == "observe":
             return grant
-        return await self._replicas.confirm(grant, asked)
+        return await self._agreeing.confirm(grant, asked)
 
     async def run(self) -> None:
         """Stay connected and alive until cancelled."""

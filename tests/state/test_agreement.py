@@ -228,7 +228,7 @@ async def test_a_turn_of_the_aged_that_another_replica_took_is_waited_for_again(
 
         async def admit(waiting: object, name: str) -> None:
             assert isinstance(waiting, Waiting)
-            grant = await site.replicas.confirm(await site.controller.wait(waiting))
+            grant = await site.replicas.agreeing.confirm(await site.controller.wait(waiting))
             served.append(name)
             held.append(grant)
 

@@ -75,7 +75,7 @@ class Site:
             raise Refused(answer)
         if not isinstance(answer, Grant):
             answer = await self.controller.wait(answer)
-        return await self.replicas.confirm(answer)
+        return await self.replicas.agreeing.confirm(answer)
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
