@@ -1,4 +1,4 @@
-"""What a decision costs. Ratios in every run; microseconds of CPU only where asked for (`-m slow`), on a quiet machine."""
+"""What a decision costs, as ratios within one run; `python -m tests.bench.decision` has the microseconds."""
 
 from __future__ import annotations
 
@@ -57,16 +57,6 @@ def test_enqueue_and_grant_cost_hardly_more_with_ten_thousand_waiting() -> None:
     assert min(ratios) <= 2.0, ratios
 
 
-@pytest.mark.slow
-def test_a_whole_decision_takes_microseconds() -> None:
-    costs = median_cost(1000, 20, 5000)
-    assert costs[int(0.99 * len(costs))] < 2 * 50e-6, "enqueue and grant are two decisions"
-    made = controller(box(concurrency=64))
-    asked = demand()
-    best = min(timed(made, asked) for _ in range(200))
-    assert best < 4e-6
-
-
 @pytest.fixture
 def uncollected() -> Iterator[None]:
     """No garbage collection: the world keeps every request it ever saw, and that is not what is measured."""
@@ -75,18 +65,9 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-def timed(made: Controller, asked: object) -> float:
-    begun = time.process_time()
-    for _ in range(500):
-        answer = made.request(asked, 1.0)  # type: ignore[arg-type]
-        assert isinstance(answer, Grant)
-        answer.settle(1.0, 100, 20)
-    return (time.process_time() - begun) / 500
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_million_events_in_well_under_a_minute(uncollected: None) -> None:
+def test_the_rule_holds_over_a_million_events(uncollected: None) -> None:
     world = World(99, patience=20)
     world.backend("a", box(concurrency=32), box(8192, 512, 4, name="c"))
     world.backend("b", box(concurrency=32))
@@ -99,7 +80,7 @@ def test_a_million_events_in_well_under_a_minute(uncollected: None) -> None:
         until += 50
         world.run(until)
         world.check_rule()
-    assert time.process_time() - begun < 60, world.seed
+    print(f"{world.events} events in {time.process_time() - begun:.1f} s of processor time")
 
 
 def test_granted_entries_are_taken_once() -> None:
