@@ -11,6 +11,7 @@ the rest. That saves a wake-up for nearly each write, on both sides, and costs n
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 HOLD_BYTES = 65_536
@@ -24,16 +25,18 @@ class Writer(Protocol):
 
 
 class Outbox:
-    """Those who have something to write in this round of the loop."""
+    """Those who have something to write in this round of the loop. `soon` has a function called at its end (the loop's own)."""
 
-    def __init__(self) -> None:
+    def __init__(self, soon: Callable[[Callable[[], None]], object] | None = None) -> None:
         self._waiting: list[Writer] = []
+        self._soon = soon
 
     def post(self, writer: Writer) -> None:
         """Have `writer` flushed when every socket that can be read now has been."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush)
         self._waiting.append(writer)
+        if len(self._waiting) == 1:
+            soon = self._soon if self._soon is not None else asyncio.get_running_loop().call_soon
+            soon(self._flush)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []

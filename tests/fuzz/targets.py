@@ -16,7 +16,7 @@ from gateway.edge.responses import Cors, acceptable_id
 from gateway.errors import Reason, Refusal, Refused
 from gateway.flow.deadlines import caller_deadline, patience
 from gateway.forward.connection import Connection, Headers, UpstreamFailure
-from gateway.forward.outbox import Outbox, Writer
+from gateway.forward.outbox import Outbox
 from gateway.forward.sse import MAX_PENDING, Dialect, Scanner
 from gateway.policy import MediaRules
 from tests.edge.building import counter, rules
@@ -186,17 +186,10 @@ def events(data: bytes) -> None:
     assert len(set(results)) == 1, (results, data)
 
 
-class AtOnce(Outbox):
-    """Where there is no loop, each round has one event."""
-
-    def post(self, writer: Writer) -> None:
-        writer.flush()
-
-
 class Owner:
     """The pool of one connection."""
 
-    outbox = AtOnce()
+    outbox = Outbox(lambda flush: flush())  # where there is no loop, a round has one event
 
     def opened(self, connection: Connection) -> None: ...
     def closed(self, connection: Connection) -> None: ...
