@@ -228,5 +228,10 @@ class Agreeing:
 
     def _orphan(self, mooring: Mooring, ask: Ask, done: asyncio.Future[Answer]) -> None:
         """The caller left while it was asked for; a lost connection needs nothing, for its session is over."""
-        if not done.cancelled() and done.exception() is None and done.result().verdict is Verdict.GRANTED:
+        if done.cancelled() or done.exception() is not None:
+            return
+        verdict = done.result().verdict
+        if verdict is Verdict.GRANTED:
             mooring.settle(ask, ask.cost)
+        elif verdict is not Verdict.UNREGISTERED:
+            mooring.head = ask.lease  # the others see it as our head, until the next tick finds that it is not

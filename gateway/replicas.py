@@ -120,19 +120,24 @@ class Replicas:
     async def run(self, backends: Callable[[], Iterable[str]]) -> None:
         """Beat, show heads and clear up after the dead, until cancelled. `backends`: those of the policy."""
         while True:
+            now = self._clock()
             if self.lost_why is None:
                 if self.quotas is not None:
-                    self.quotas.in_flight.beat(self._clock())
-                if self._clock() >= self._meet_at:
-                    self._meet_at = self._clock() + self._lease_s / BEATS
+                    self.quotas.in_flight.beat(now)
+                if now >= self._meet_at:
+                    self._meet_at = now + self._lease_s / BEATS
                     self._start(self._be_there())
                 for name in backends():
                     self._look(self.mooring(name))
-            elif self.apart is not None:
-                apart, now = self.apart, self._clock()
-                ended = [apart.look(name, self._count_of(name), now) for name in backends()]
-                if any(ended):
-                    self.controller.divide(apart.part)
+            else:
+                if self.apart is not None:
+                    apart = self.apart
+                    ended = [apart.look(name, self._count_of(name), now) for name in backends()]
+                    if any(ended):
+                        self.controller.divide(apart.part)
+                if self.store.connected and now >= self._meet_at:  # what was lost was an answer, and not the connection
+                    self._meet_at = now + self._lease_s / BEATS
+                    self._start(self._return())
             await asyncio.sleep(TICK_S)
 
     def _look(self, mooring: Mooring) -> None:

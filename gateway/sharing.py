@@ -20,6 +20,7 @@ from gateway.evidence.record import dump
 from gateway.fleet import Berth, Fleet
 from gateway.flow.controller import Trigger
 from gateway.flow.grant import Grant
+from gateway.flow.observed import ObservedGrant
 from gateway.flow.shared import SharedController
 from gateway.forward.sightings import MIXED_WINDOW_S
 from gateway.forward.watch import Counted
@@ -99,14 +100,12 @@ class Sharing:
             self._news.forgotten()
 
     def ask(self, grant: Grant) -> Asked | None:
-        """As of the replicas. A gateway that only observes asks nobody."""
-        return None if self._policy().enforcement == "observe" else self._agreeing.ask(grant)
+        """As of the replicas. What was only observed, nobody is asked about."""
+        return None if isinstance(grant, ObservedGrant) else self._agreeing.ask(grant)
 
     async def confirm(self, grant: Grant, asked: Asked | None) -> Grant:
-        """Have a grant agreed with the others. Raises Refused. A gateway that only observes holds nothing back."""
-        if asked is None and self._policy().enforcement == "observe":
-            return grant
-        return await self._agreeing.confirm(grant, asked)
+        """Have a grant agreed with the others. Raises Refused. What was only observed holds nothing back."""
+        return grant if isinstance(grant, ObservedGrant) else await self._agreeing.confirm(grant, asked)
 
     async def run(self) -> None:
         """Stay connected and alive until cancelled."""

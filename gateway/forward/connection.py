@@ -201,6 +201,9 @@ class Connection:
         if sink is None:  # nobody asked: whatever this is, the next caller must not get it
             self.abort()
             return
+        if self._unsent:  # it speaks of an earlier request, or of its patience: the present one has not left
+            self._fail(FailureKind.RESET, "the backend spoke before it was asked")
+            return
         self._fed = len(data)
         if self._fed == self._known_size and not self._head_bytes and data.startswith(self._known_head) and not self._told_head:
             self._repeated(sink, data)

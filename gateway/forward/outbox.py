@@ -40,5 +40,11 @@ class Outbox:
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for writer in waiting:
-            writer.flush()
+        done = 0
+        try:
+            for writer in waiting:
+                done += 1
+                writer.flush()
+        finally:  # what goes wrong with one is the loop's to report, and no other's answer is lost over it
+            for writer in waiting[done:]:
+                self.post(writer)

@@ -161,6 +161,10 @@ class LeaseStore(Protocol):
 
     owner: str
 
+    @property
+    def connected(self) -> bool:
+        """Whether it is worth asking."""
+
     def acquire(self, backend: str, ask: Ask, following: Ask | None) -> Future[Answer]:
         """A lease for `ask`, or the reason why not; `following` is the head of the local queue after it."""
 

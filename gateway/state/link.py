@@ -27,7 +27,7 @@ LAST_RETRY_S = 1.0
 CONNECT_S = 2.0
 STEADY_S = 1.0  # a connection that lasted so long was a good one: the next is tried soon
 _UNUSABLE = ("LOADING", "OOM", "NOAUTH", "WRONGPASS", "READONLY", "MASTERDOWN", "NOPERM", "MISCONF", "CLUSTERDOWN",
-             "MOVED", "ASK", "TRYAGAIN")  # fmt: skip
+             "MOVED", "ASK", "TRYAGAIN", "NOREPLICAS", "BUSY")  # fmt: skip
 
 Message = Callable[[bytes, bytes], None]
 Receiver = Callable[[Any, Exception | None], None]

@@ -86,6 +86,8 @@ class MemoryState:
 class MemoryLeases:
     """A `LeaseStore` for one replica on a shared `MemoryState`."""
 
+    connected = True
+
     def __init__(self, state: MemoryState, owner: str, on_wake: Wake | None = None) -> None:
         self.owner, self._state, self._session = owner, state, 1
         self.operations = 0

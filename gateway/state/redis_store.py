@@ -62,6 +62,10 @@ class RedisLeases:
         self.operations = 0
         self.link = Nodes(url, timeout_s=timeout_s, on_up=self._up, on_lost=on_state, on_message=self._message)
 
+    @property
+    def connected(self) -> bool:
+        return self.link.up
+
     async def run(self) -> None:
         """Stay connected until cancelled."""
         await self.link.run()

@@ -79,8 +79,8 @@ async def test_a_request_whose_connection_breaks_before_the_end_of_the_round_is_
         assert [(failure.kind, failure.before_written) for failure in sink.failures] == [(FailureKind.RESET, False)]
 
 
-async def test_an_answer_to_what_was_not_asked_yet_is_not_taken_for_the_next_one():
-    """The backend speaks before the request is written: that connection is not used again."""
+async def test_who_speaks_before_it_was_asked_has_answered_nothing():
+    """A backend's 408 for an idle connection meets the next request, which has not left yet: it may be tried elsewhere."""
 
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -91,6 +91,22 @@ async def test_an_answer_to_what_was_not_asked_yet_is_not_taken_for_the_next_one
         upstream = upstream_to(server.port)
         connection, sink = await upstream.connect(), Recorder()
         connection.send(post(upstream), sink)
-        connection.data_received(response(b"early"))
-        assert (sink.ends, bytes(sink.body), upstream.idle) == (1, b"early", 0)
+        connection.data_received(response(b"early", status=b"408 Request Timeout"))
+        assert [(failure.kind, failure.before_written) for failure in sink.failures] == [(FailureKind.RESET, True)]
+        assert (sink.heads, upstream.idle) == ([], 0)
         assert bytes((await ask(upstream)).body) == b"ok"
+
+
+async def test_what_goes_wrong_with_one_loses_no_other_write():
+    outbox, notes, told = Outbox(), Notes(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(type(context["exception"])))
+
+    def breaks():
+        raise ZeroDivisionError
+
+    for name, then in (("a", lambda: None), ("b", breaks), ("c", lambda: None), ("d", breaks), ("e", lambda: None)):
+        outbox.post(notes.named(name, then=then))
+    while len(notes.flushed) < 5:
+        await asyncio.sleep(0)
+    assert notes.flushed == list("abcde")
+    assert told == [ZeroDivisionError] * 2

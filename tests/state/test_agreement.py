@@ -101,6 +101,33 @@ async def test_a_caller_that_leaves_while_it_is_asked_for_leaves_no_lease() -> N
         await until(lambda: two.leases == 0)
 
 
+async def test_a_caller_that_leaves_while_there_is_no_room_leaves_no_place_in_the_order() -> None:
+    async with Two() as two:
+        held = [await two.b.admit() for _ in range(8)]
+        store = two.stores["A"]
+        store.held_back = []
+        asked = asyncio.create_task(two.a.admit())
+        await until(lambda: bool(store.held_back))
+        assert "A" in two.state.berth("b").heads
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        store.let_go()
+        await until(lambda: "A" not in two.state.berth("b").heads, 1.0)  # well before a beat is due, which is in 7.5 s
+        for grant in held:
+            grant.settle(two.b.clock())
+
+
+async def test_a_lost_answer_over_a_connection_that_stays_is_returned_from() -> None:
+    async with Two(lease_s=1.0) as two:
+        two.stores["A"].cut = True
+        with pytest.raises(Refused):
+            await two.a.admit()
+        assert two.a.degraded
+        two.stores["A"].cut = False
+        await until(lambda: not two.a.degraded)
+        (await two.a.admit()).settle(two.a.clock())
+
+
 async def test_what_was_granted_before_a_freeze_is_not_sent_after_it() -> None:
     """The answer comes, the process is frozen for longer than a lease time, and wakes up."""
     async with Two(lease_s=1.0) as two:

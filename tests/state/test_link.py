@@ -41,7 +41,15 @@ async def test_an_answer_never_reaches_another_command(redis_server: RedisServer
                 assert await future == str(number).encode()
 
 
-@pytest.mark.parametrize("error", ["LOADING Redis is loading", "NOAUTH Authentication required.", "OOM command not allowed"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "LOADING Redis is loading",
+        "NOAUTH Authentication required.",
+        "OOM command not allowed",
+        "NOREPLICAS Not enough good replicas",
+    ],
+)
 async def test_a_server_that_cannot_serve_is_never_up(error: str) -> None:
     asked = asyncio.Event()
 
