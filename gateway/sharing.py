@@ -53,7 +53,7 @@ class Sharing:
     ) -> None:
         first, state = policy(), policy().state
         self.degraded = True  # until the first connection
-        self._policy, self._fleet, self._take = policy, fleet, take
+        self._fleet, self._take = fleet, take
         self._open: dict[str, str] = {}  # the configuration each gate was last open on
         self._share_at = 0.0
         self._told: dict[str, tuple[str, float]] = {}  # the one that was seen instead, and when the others were told

@@ -19,7 +19,7 @@ from gateway.flow.breaker import Breaker, Result, State
 from gateway.flow.demand import Closed, Demand, Gate
 from gateway.flow.explain import Explanation, explain
 from gateway.flow.grant import Grant
-from gateway.flow.observed import Observer
+from gateway.flow.observed import RELAXED, Observer
 from gateway.flow.pool import Pool, Route, prefers
 from gateway.flow.queue import Level
 from gateway.flow.quotas import Quotas
@@ -91,6 +91,10 @@ class Controller:
         """Whether decisions are only counted (policy `enforcement: observe`), from the next request on."""
         if observe != (self._observer is not None):
             self._observer = Observer(self, self._topology) if observe else None
+
+    def relaxes(self, refusal: Refusal) -> bool:
+        """Whether a refusal is one that observing only counts."""
+        return refusal.reason in RELAXED
 
     def breaker(self, name: str) -> Breaker:
         """The backend's breaker, to be read or reset."""

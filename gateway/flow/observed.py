@@ -35,6 +35,9 @@ class Decider(Protocol):
 
     def leave(self, waiting: Waiting) -> None: ...
 
+    def relaxes(self, refusal: Refusal) -> bool:
+        """Whether it is one that observing only counts."""
+
 
 class ObservedGrant(Grant):
     """A real request on its way, and the virtual decision beside it."""
@@ -92,7 +95,7 @@ class Observer:
     def request(self, demand: Demand, now: float) -> Grant | Refusal:
         """Decide, then send it anyway, unless the refusal is one of those that always hold."""
         decision = self._decider.decide(demand, now)
-        if isinstance(decision, Refusal) and decision.reason not in RELAXED:
+        if isinstance(decision, Refusal) and not self._decider.relaxes(decision):
             return decision
         bay = self._topology.bay(decision.backend) if isinstance(decision, Grant) else self._least_loaded(demand, now)
         if bay is None:

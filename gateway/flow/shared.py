@@ -50,6 +50,10 @@ class SharedController(Controller):
     on_left: Callable[[Waiting], None] | None = None
     """Hears of every request that waited and comes to nothing."""
 
+    def relaxes(self, refusal: Refusal) -> bool:
+        """As in the controller: what is only observed is agreed with nobody, so that it may go where nothing can be agreed."""
+        return refusal is _NOT_NOW or super().relaxes(refusal)
+
     # Without agreement
 
     def drain(self, refusal: Refusal) -> None:
