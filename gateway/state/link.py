@@ -57,6 +57,7 @@ class Link(asyncio.Protocol):
         self._reader = hiredis.Reader(protocolError=hiredis.ProtocolError, replyError=hiredis.ReplyError)
         self._waiting: deque[tuple[float, Receiver]] = deque()
         self._out: list[bytes] = []
+        self._written = False  # something, in this round of the loop
         self._down = asyncio.Event()
         self._checking = False
         options = self._options
@@ -98,9 +99,13 @@ class Link(asyncio.Protocol):
 
     def _ask(self, receiver: Receiver, words: Sequence[bytes | str | int]) -> None:
         loop = asyncio.get_running_loop()
-        if not self._out:
+        packed: bytes = hiredis.pack_command(tuple(words))  # type: ignore[arg-type]  # the stub knows one word only
+        if self._written or self._transport is None:
+            self._out.append(packed)
+        else:  # the first of a round goes at once, so that one that is alone waits for nobody; the rest go together
+            self._written = True
             loop.call_soon(self._flush)
-        self._out.append(hiredis.pack_command(tuple(words)))  # type: ignore[arg-type]  # the stub knows one word only
+            self._transport.write(packed)
         now = loop.time()
         self._waiting.append((now, receiver))
         if not self._checking:
@@ -108,8 +113,9 @@ class Link(asyncio.Protocol):
             loop.call_at(now + self._timeout_s, self._check)
 
     def _flush(self) -> None:
+        self._written = False
         out, self._out = self._out, []
-        if self._transport is not None:
+        if out and self._transport is not None:
             self._transport.write(b"".join(out))
 
     def _check(self) -> None:
