@@ -108,7 +108,7 @@ class Agreeing:
         return await self._within_quota(grant, taken)
 
     def _take(self, grant: Grant) -> Taken | None:
-        """Ask the tenant's quotas, in the same write as the lease; a request that waited has its place in the count."""
+        """Ask the tenant's quotas, in the round trip of the lease; a request that waited has its place in the count."""
         if self._whole.quotas is None:
             return None
         if self._whole.lost_why is None:
