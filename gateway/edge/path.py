@@ -183,7 +183,7 @@ class DataPath(Door):
         if isinstance(answer, Grant):
             if self._agreement is None:
                 return self._admitted(job, answer, now)
-            job.provisional = Provisional(answer, None, now)
+            job.provisional = Provisional(answer, None, now)  # it goes back, should asking fail
             job.provisional = Provisional(answer, self._agreement.ask(answer), now)
         else:
             job.waiting = answer

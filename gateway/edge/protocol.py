@@ -2,7 +2,7 @@
 
 Owns: one request at a time, bytes that come meanwhile, keep-alive, the deadlines of arriving requests, the notice that a
 client has left.
-Promises: a request is screened before its body is kept; a half-close is a departure; a refused upload is not read.
+Promises: a request is screened before its body is kept; a half-close is a departure; a refused upload is not kept.
 Talks to: a `Reader` (bytes to requests), a `Front` (the data path), a `Handover` (what the ASGI app answers), and uvicorn, whose
 `http=` class this is.
 """

@@ -100,9 +100,10 @@ class Link(asyncio.Protocol):
     def _ask(self, receiver: Receiver, words: Sequence[bytes | str | int]) -> None:
         loop = asyncio.get_running_loop()
         packed: bytes = hiredis.pack_command(tuple(words))  # type: ignore[arg-type]  # the stub knows one word only
-        if self._written or self._transport is None:
+        # The first of a round goes at once, so that one that is alone waits for nobody; the rest go together.
+        if self._written:
             self._out.append(packed)
-        else:  # the first of a round goes at once, so that one that is alone waits for nobody; the rest go together
+        elif self._transport is not None:
             self._written = True
             loop.call_soon(self._flush)
             self._transport.write(packed)
